@@ -1,0 +1,7 @@
+"""``python -m edgeinfer``."""
+
+import sys
+
+from edgeinfer.cli import main
+
+sys.exit(main())

@@ -1,0 +1,147 @@
+"""The one door to llama.cpp: import, logs, loading a model file, its vocabulary.
+
+Both the converter (to test what it wrote) and the runtime come through here, so that nobody prints native logs to the terminal, loads a file whose
+header was not checked, or frees a handle twice. Nothing heavy is imported before the first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from edgeinfer.errors import ModelDamaged
+
+_recent_logs: deque[str] = deque(maxlen=400)
+_listeners: list[list[str]] = []
+_logs_lock = threading.Lock()
+_log_callback: Any = None                                # llama.cpp keeps the pointer: it must outlive every call
+
+
+@cache
+def llama() -> ModuleType:
+    """The low-level llama.cpp module, its backend initialised and its logs captured."""
+    import llama_cpp.llama_cpp as module
+
+    global _log_callback
+
+    def keep(_level: int, text: bytes | None, _user: int) -> None:
+        line = (text or b"").decode("utf-8", "replace")
+        with _logs_lock:
+            _recent_logs.append(line)
+            for lines in _listeners:
+                lines.append(line)
+
+    _log_callback = module.llama_log_callback(keep)
+    module.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    module.llama_backend_init()
+    return module
+
+
+@contextmanager
+def captured_logs() -> Iterator[list[str]]:
+    """Native log lines written while the block runs (by any thread: llama.cpp has one log)."""
+    llama()
+    lines: list[str] = []
+    with _logs_lock:
+        _listeners.append(lines)
+    try:
+        yield lines
+    finally:
+        with _logs_lock:
+            # By identity: two captures that have seen the same lines compare equal.
+            _listeners[:] = [other for other in _listeners if other is not lines]
+
+
+def last_error(lines: list[str]) -> str:
+    """The line of a native log that names the cause, without llama.cpp's function prefix; "" when none does."""
+    for line in reversed("".join(lines).splitlines()):
+        text = line.strip()
+        if ("error" in text.lower() or "fail" in text.lower()) and "failed to load model" not in text.lower():
+            return text.split("error loading model: ")[-1].strip()
+    return ""
+
+
+def recent_logs() -> str:
+    """The last few hundred native log pieces: what a bug report wants."""
+    with _logs_lock:
+        return "".join(_recent_logs)
+
+
+class NativeModel:
+    """A loaded ``llama_model``. Free it with `close`; dropping the last reference frees it too.
+
+    vocab_only: load the tokenizer alone, no weights.
+    progress: called with 0.0 .. 1.0 while weights load; returning False cancels.
+    Raises `ModelDamaged` with llama.cpp's own reason. Callers check the header first (`edgeinfer.models.gguf_header`), since llama.cpp says little.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        vocab_only: bool = False,
+        gpu_layers: int = 0,
+        mmap: bool = True,
+        progress: Callable[[float], bool] | None = None,
+    ):
+        lib = llama()
+        params = lib.llama_model_default_params()
+        params.vocab_only = vocab_only
+        params.n_gpu_layers = gpu_layers
+        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if mmap else lib.LLAMA_LOAD_MODE_NONE
+        if progress is not None:
+            params.progress_callback = lib.llama_progress_callback(lambda share, _user: bool(progress(share)))
+        with captured_logs() as lines:
+            handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not handle:
+            reason = last_error(lines) or "llama.cpp gave no reason"
+            raise ModelDamaged(f"llama.cpp cannot load {path}: {reason}.")
+        self.path = Path(path)
+        self.handle = handle
+        self.load_log = "".join(lines)
+        self.vocab = lib.llama_model_get_vocab(handle)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+        self._free = weakref.finalize(self, lib.llama_model_free, handle)
+
+    def close(self) -> None:
+        """Free the model now. The handle and everything made from it must not be used afterwards."""
+        self._free()
+
+    def metadata(self, key: str) -> str | None:
+        """A scalar GGUF metadata value as llama.cpp prints it, or None."""
+        size = llama().llama_model_meta_val_str(self.handle, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        llama().llama_model_meta_val_str(self.handle, key.encode(), buffer, size + 1)
+        return buffer.value.decode("utf-8", "replace")
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of ``text``. Safe from any thread: llama.cpp only reads the vocabulary."""
+        lib = llama()
+        data = text.encode("utf-8", "surrogatepass")
+        room = len(data) + 8
+        tokens = (lib.llama_token * room)()
+        count = lib.llama_tokenize(self.vocab, data, len(data), tokens, room, add_special, parse_special)
+        if count < 0:                                    # the size it wants, negated
+            tokens = (lib.llama_token * -count)()
+            count = lib.llama_tokenize(self.vocab, data, len(data), tokens, -count, add_special, parse_special)
+        return list(tokens[:count])
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for; ``special`` renders control tokens by their text instead of as nothing."""
+        lib = llama()
+        buffer = ctypes.create_string_buffer(64)
+        size = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = lib.llama_token_to_piece(self.vocab, token, buffer, -size, 0, special)
+        return buffer.raw[:size]

@@ -1,0 +1,67 @@
+"""The seam between the engine and whatever multiplies the matrices.
+
+A backend owns slots 0 .. ``max_slots`` - 1. A slot holds the keys and values (KV) of one sequence's first ``length`` tokens. The engine decides which
+tokens live where; the backend only computes. One thread calls everything here, except `Backend.abort`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edgeinfer.runtime.values import BackendInfo, StepPlan, StepResult
+
+
+class Vocab(Protocol):
+    """Text to token ids and back, as the model was trained. Safe to call from any thread."""
+
+    bos_id: int | None
+    adds_bos: bool                               # encode() with add_special puts BOS in front
+    end_ids: frozenset[int]                      # every token that ends a turn or a text
+    chat_template: str | None
+    markers: tuple[str, ...]                     # texts of control tokens: "<|im_start|>", "</s>", ...
+    user_markers: tuple[str, ...]                # texts of added tokens that are not control: "<think>", HTML tags, ...
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids. ``add_special`` adds BOS/EOS as the model wants; ``parse_special`` lets marker texts become their control tokens."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for in running text; empty for control tokens."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """How the token is written in templates: "<s>" for BOS; empty string for an id the vocabulary lacks."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs step plans. See `edgeinfer.runtime.backends.fake` for the smallest complete one."""
+
+    info: BackendInfo
+    vocab: Vocab
+
+    def forward(self, plan: StepPlan) -> StepResult:
+        """Run the plan's chunks and extend their slots. Faults are values in the result and hurt only the slots named there."""
+        ...
+
+    def copy_prefix(self, src: int, dst: int, length: int) -> None:
+        """Make ``dst`` hold the first ``length`` tokens of ``src``. ``dst`` must be empty; ``src`` is unchanged."""
+        ...
+
+    def truncate(self, slot: int, length: int) -> bool:
+        """Keep the first ``length`` tokens of a slot. False, and nothing changed, when the memory cannot (the caller clears instead). 0 always works."""
+        ...
+
+    def reusable(self, slot: int, length: int, wanted: int) -> int:
+        """Of a slot that holds ``length`` tokens: how many of the first ``wanted`` may be kept (0 when a sliding window has moved past them)."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``. No effect between forwards."""
+        ...
+
+    def close(self) -> None:
+        """Free all native memory now. Repeating it is harmless."""
+        ...
+
+
