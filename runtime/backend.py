@@ -15,6 +15,7 @@ class Vocab(Protocol):
     """Text to token ids and back, as the model was trained. Safe to call from any thread."""
 
     bos_id: int | None
+    eos_id: int | None                           # the one templates print; `end_ids` are all that end a turn
     adds_bos: bool                               # encode() with add_special puts BOS in front
     end_ids: frozenset[int]                      # every token that ends a turn or a text
     chat_template: str | None

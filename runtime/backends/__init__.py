@@ -1,0 +1,1 @@
+"""Implementations of `edgeinfer.runtime.backend.Backend`. Only `edgeinfer.runtime.load` knows them by name."""

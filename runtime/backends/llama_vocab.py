@@ -1,0 +1,52 @@
+"""llama.cpp's vocabulary as the runtime's `Vocab`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from edgeinfer.models.gguf_header import GGUFHeader
+from edgeinfer.models.native import NativeModel, llama
+
+_CONTROL, _USER_DEFINED = 3, 4                           # values of tokenizer.ggml.token_type
+STOP_IDS_KEY = "edgeinfer.stop_token_ids"                # written by our converter: the stop ids of every file of the source
+
+
+class LlamaVocab:
+    """Reads go to llama.cpp's vocabulary, which is immutable; the kinds of tokens come from the header as one array instead of 49k native calls."""
+
+    def __init__(self, model: NativeModel, header: GGUFHeader):
+        lib = llama()
+        self._model = model
+        vocab = model.vocab
+        self.bos_id = _id(lib.llama_vocab_bos(vocab))
+        self.eos_id = _id(lib.llama_vocab_eos(vocab))
+        self.adds_bos = bool(lib.llama_vocab_get_add_bos(vocab)) and self.bos_id is not None
+        template = lib.llama_model_chat_template(model.handle, None)
+        self.chat_template = template.decode("utf-8", "replace") if template else None
+        kinds = np.asarray(header.metadata.get("tokenizer.ggml.token_type", ()), np.int32)
+        control = np.flatnonzero(kinds == _CONTROL)
+        user = np.flatnonzero(kinds == _USER_DEFINED)
+        stops = {int(token) for token in header.metadata.get(STOP_IDS_KEY, ())}
+        # llama.cpp knows eos, eot, eom and the usual spellings; our converter adds what the source's files name beyond them.
+        self.end_ids = frozenset(
+            stops | {int(token) for token in (*control, *user) if lib.llama_vocab_is_eog(vocab, int(token))} | ({self.eos_id} if self.eos_id is not None else set())
+        )
+        self.markers = tuple(text for token in control if (text := self.token_text(int(token))))
+        self.user_markers = tuple(text for token in user if (text := self.token_text(int(token))))
+        self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def _token_bytes(self, token: int) -> bytes:
+        return self._model.token_bytes(token)
+
+    def token_text(self, token: int) -> str:
+        text = llama().llama_vocab_get_text(self._model.vocab, token) if 0 <= token < self._model.n_vocab else None
+        return text.decode("utf-8", "replace") if text else ""
+
+
+def _id(token: int) -> int | None:
+    return token if token >= 0 else None
