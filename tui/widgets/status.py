@@ -1,0 +1,52 @@
+"""The two lines of instruments: the title above the conversation and the live line below it."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from edgeinfer.runtime.values import BackendInfo
+from edgeinfer.tui.readings import Phase, Readings, activity, context_gauge, details, engine_parts, fit
+from edgeinfer.tui.text import displayable
+
+_RESTING = (Phase.IDLE,)
+
+
+class TitleLine(Widget):
+    """Model, engine, device, quantisation and kv type; at the right how full the context is."""
+
+    ALLOW_SELECT = False
+
+    model: reactive[str] = reactive("")
+    """The model's name."""
+    info: reactive[BackendInfo | None] = reactive(None)
+    """The loaded engine, once there is one."""
+    context_used: reactive[int] = reactive(0)
+    """Tokens of the context that are taken."""
+
+    def render(self) -> Content:
+        width = self.size.width
+        gauge = context_gauge(self.context_used, self.info.n_ctx if self.info else 0)
+        name = displayable(self.model).replace("\n", " ")
+        room = max(width - len(gauge) - 2, 8)
+        name = name if len(name) <= room else name[: room - 1] + "…"
+        rest = fit([name, *map(displayable, engine_parts(self.info))], room, " · ")[len(name):]
+        padding = " " * max(width - len(name) - len(rest) - len(gauge), 0)
+        return Content.assemble((name, "bold"), (rest, "$text-muted"), padding, (gauge, "$text-muted"))
+
+
+class StatusLine(Widget):
+    """The live line. It shows `readings` and computes nothing."""
+
+    ALLOW_SELECT = False
+
+    readings: reactive[Readings] = reactive(Readings())
+    """The figures to show."""
+
+    def render(self) -> Content:
+        readings = self.readings
+        head = ("  " if readings.phase in _RESTING else "● ") + activity(readings)
+        line = fit([head, *details(readings)], self.size.width, "  ·  " if self.size.width >= 100 else " · ")
+        colour = "$text-muted" if readings.phase in _RESTING else "$text-accent"
+        return Content.assemble((line[: len(head)], colour), (line[len(head):], "$text-muted"))
