@@ -168,11 +168,9 @@ class Checkpoint:
         a, b = self.tensors.get(one), self.tensors.get(other)
         if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        left, right = memoryview(self._map(a.file)), memoryview(self._map(b.file))
-        same = all(
-            left[a.offset + at : a.offset + min(at + COMPARED_AT_ONCE, a.nbytes)] == right[b.offset + at : b.offset + min(at + COMPARED_AT_ONCE, a.nbytes)]
-            for at in range(0, a.nbytes, COMPARED_AT_ONCE)
-        )
+        left, right = (np.frombuffer(self._map(t.file), np.uint8, t.nbytes, t.offset) for t in (a, b))
+        step = COMPARED_AT_ONCE
+        same = all(np.array_equal(left[at : at + step], right[at : at + step]) for at in range(0, a.nbytes, step))
         self.release(one)
         self.release(other)
         return same

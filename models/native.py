@@ -45,6 +45,25 @@ def llama() -> ModuleType:
     return module
 
 
+@cache
+def ggml() -> ctypes.CDLL:
+    """ggml's own library beside llama.cpp's: tensor types and the kernels that quantise rows. Calls release the interpreter lock."""
+    llama()
+    from llama_cpp._ggml import libggml as lib
+
+    for name, result, arguments in (
+        ("ggml_type_name", ctypes.c_char_p, [ctypes.c_int]),
+        ("ggml_blck_size", ctypes.c_int64, [ctypes.c_int]),
+        ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]),
+        ("ggml_validate_row_data", ctypes.c_bool, [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]),
+        # type, float32 rows, destination, first element, rows, elements a row, importance of each column or null
+        ("ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
 @contextmanager
 def captured_logs() -> Iterator[list[str]]:
     """Native log lines written while the block runs (by any thread: llama.cpp has one log)."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import ModelDamaged
+from edgeinfer.models.sniff import describe
 
 MAX_HEADER = 100_000_000                                 # the format's own limit
 MAX_DIMS = 8
@@ -42,7 +43,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= MAX_HEADER:
-                raise ModelDamaged(f"{path} is not a safetensors file{_looks_like(start)}.")
+                raise ModelDamaged(f"{path} is not a safetensors file: it is {describe(start + file.read(512))}.")
             if 8 + length > size:
                 raise ModelDamaged(f"{path} is incomplete: expected more than {8 + length:,} bytes, has {size:,}. Download it again.")
             raw = file.read(length)
@@ -68,16 +69,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if end < size:
         raise ModelDamaged(f"{path} is damaged: its header describes {end:,} bytes, it has {size:,}.")
     return {tensor.name: tensor for tensor in tensors}
-
-
-def _looks_like(start: bytes) -> str:
-    if not start:
-        return ": it is empty"
-    if start.startswith(b"version "):
-        return ": it is a Git LFS pointer, so run `git lfs pull` in its folder"
-    if start.lstrip()[:1] == b"<":
-        return ": it is an HTML or XML page"
-    return ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
