@@ -162,6 +162,8 @@ def _config(
     }
     if head != "unsaid":
         said["tie_word_embeddings"] = head != "untied"
+    if family in ("phi3", "gemma3"):                     # transformers' own default may lie outside so small a vocabulary
+        said["pad_token_id"] = files.ids[special["pad_token"] or special["eos_token"]]
     if family in ("mistral", "qwen3", "gemma3") or size["head_dim"] * size["heads"] != size["hidden"]:
         said["head_dim"] = size["head_dim"]
     if family == "llama":
