@@ -1,0 +1,256 @@
+"""Choosing the next token from one row of logits.
+
+The chain is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature, draw. Everything is exact, and nothing sorts the whole row. The rule
+that makes it fast: whatever survives lies at or above some floor below the maximum, so one comparison pass finds a short list, and only that is sorted.
+A row is a float32 array of shape (n_vocab,). It is often a view into native memory and is never modified. -inf in it is a mask; NaN and +inf are faults.
+
+Order between equal logits is by token id, so a result does not depend on how a list happened to be partitioned.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import numpy as np
+
+from edgeinfer.errors import BackendFailed, BadRequest
+from edgeinfer.runtime.values import SamplingParams
+
+_FIRST_DEPTH = 8.0                        # logits below the maximum at which the search for the top k starts
+_WIDENINGS = 4                            # doublings before the whole row becomes the short list
+_LARGEST_LOGIT = 1e30                     # where edited logits are capped: far above any real one, far below float32's overflow
+
+
+def random_seed() -> int:
+    """A seed from the operating system, 32 bits wide so that it survives JSON and llama.cpp's own range."""
+    return secrets.randbits(32)
+
+
+# ------------------------------------------------------------------------------------------------------------- pure functions
+
+
+def argmax(row: np.ndarray) -> int:
+    """The most likely token, the lowest id among equals. Raises `BackendFailed` when the row is not usable."""
+    best = int(row.argmax())              # NaN counts as the largest value here, so one pass finds it too
+    if not math.isfinite(row[best]):
+        raise _unusable(row)
+    return best
+
+
+def largest(row: np.ndarray) -> float:
+    """The maximum of the row. Raises `BackendFailed` when it holds NaN or +inf, or nothing but -inf."""
+    top = float(row.max())
+    if not math.isfinite(top):
+        raise _unusable(row)
+    return top
+
+
+def top_k(row: np.ndarray, k: int, top: float, depth: float = _FIRST_DEPTH) -> np.ndarray:
+    """Ids of the ``k`` largest logits, ascending by id; fewer when fewer are not masked. ``top`` is the row's maximum.
+
+    ``depth`` is where to look first; it changes the time, never the result: a floor that leaves at least k entries cannot have hidden one of them.
+    """
+    ids = _at_least(row, top, depth, lambda ids: len(ids) >= k)
+    if len(ids) <= k:
+        return ids
+    values = row[ids]
+    kth = np.partition(values, len(ids) - k)[len(ids) - k]
+    above = values > kth
+    equal = np.flatnonzero(values == kth)[: k - int(np.count_nonzero(above))]
+    above[equal] = True
+    return ids[above]
+
+
+def sort_by_logit(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """``ids`` (ascending) reordered from the most to the least likely."""
+    return ids[np.argsort(-row[ids], kind="stable")]
+
+
+def nucleus_size(logits: np.ndarray, p: float, top: float, mass: float) -> int:
+    """How many of the descending ``logits`` top-p keeps: the fewest whose probability reaches ``p``.
+
+    ``mass`` is the sum of exp(logit - top) over everything that competes, of which ``logits`` may be only the head.
+    """
+    reached = np.cumsum(np.exp(logits - top, dtype=np.float64))
+    return min(int(np.searchsorted(reached, p * mass)) + 1, len(logits))
+
+
+def mass_of(row: np.ndarray, top: float) -> float:
+    """Sum of exp(logit - top): the softmax denominator."""
+    return float(np.exp(row - np.float32(top)).sum(dtype=np.float64))
+
+
+def survivors(row: np.ndarray, params: SamplingParams, top: float, depth: float = _FIRST_DEPTH) -> np.ndarray:
+    """Ids that top-k, top-p and min-p leave, most likely first (by id when none of the three is on). Never empty."""
+    limited, nucleus = 0 < params.top_k < len(row), params.top_p < 1
+    # Nothing under this floor survives min-p, which comes last but does not depend on what the others keep: the most likely token always stays.
+    floor = np.float32(top + math.log(params.min_p)) if params.min_p > 0 else None
+    mass = 0.0
+    if limited:
+        ids = top_k(row, params.top_k, top, depth)
+        if nucleus:
+            mass = mass_of(row[ids], top)
+        if floor is not None:
+            ids = ids[row[ids] >= floor]
+    else:
+        if nucleus:
+            mass = mass_of(row, top)
+        if floor is not None:
+            ids = np.flatnonzero(row >= floor)
+        elif nucleus:
+            # The margin covers rounding in two sums of the same numbers: too wide a list costs time, too narrow a one would be wrong.
+            wanted = params.top_p * mass * (1 + 1e-5)
+            ids = _at_least(row, top, depth, lambda ids: mass_of(row[ids], top) >= wanted)
+        else:
+            return np.flatnonzero(row > -np.inf)
+    ids = sort_by_logit(row, ids)
+    return ids[: nucleus_size(row[ids], params.top_p, top, mass)] if nucleus else ids
+
+
+def draw(logits: np.ndarray, temperature: float, top: float, uniform: float) -> int:
+    """Index into ``logits`` drawn from their softmax at ``temperature`` (above 0), by a number ``uniform`` in [0, 1)."""
+    with np.errstate(over="ignore", under="ignore"):        # a tiny temperature sends every other logit to -inf, as it should
+        weights = np.exp((logits.astype(np.float64) - top) / temperature)
+    reached = np.cumsum(weights)
+    return min(int(np.searchsorted(reached, uniform * reached[-1], side="right")), len(logits) - 1)
+
+
+def penalise(logits: np.ndarray, counts: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Logits of tokens seen ``counts`` times (all above 0) after the repeat, frequency and presence penalties."""
+    # Dividing would reward a token whose logit is negative.
+    penalised = np.where(logits > 0, logits / params.repeat_penalty, logits * params.repeat_penalty)
+    return penalised - (counts * params.frequency_penalty + params.presence_penalty)
+
+
+def _at_least(row: np.ndarray, top: float, depth: float, enough) -> np.ndarray:
+    """Ids (ascending) at or above a floor under ``top``, the floor lowered until ``enough(ids)``; all that are not masked at last."""
+    for _ in range(_WIDENINGS):
+        ids = np.flatnonzero(row >= np.float32(top - depth))
+        if enough(ids):
+            return ids
+        depth *= 2
+    return np.flatnonzero(row > -np.inf)
+
+
+def _unusable(row: np.ndarray) -> BackendFailed:
+    bad = np.flatnonzero(np.isnan(row) | (row == np.inf))
+    if not len(bad):
+        return BackendFailed("Every token is masked (all logits are -inf), so none can be chosen; relax the logit bias or the constraint.")
+    return BackendFailed(
+        f"The model produced logits that are not finite numbers ({len(bad)} of {len(row)}, the first is {row[bad[0]]} for token {bad[0]}); "
+        "the model file or its number format is at fault."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ state
+
+
+class RecentTokens:
+    """How often each token occurs among the last ``window`` ones (None: all). Adding costs O(1); ids and counts are ready as arrays."""
+
+    def __init__(self, window: int | None, tokens: Sequence[int] = ()):
+        self._window = window
+        self._order: deque[int] = deque()
+        self._index: dict[int, int] = {}
+        self._ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.int64)
+        self.extend(tokens if window is None else tokens[max(0, len(tokens) - window):])
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Distinct tokens, in no particular order. A view, valid until the next change."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Occurrences of each of `ids`. A view, valid until the next change."""
+        return self._counts[: len(self._index)]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        if self._window == 0:
+            return
+        if self._window is not None:
+            if len(self._order) == self._window:
+                self._forget(self._order.popleft())
+            self._order.append(token)
+        at = self._index.setdefault(token, len(self._index))
+        if at == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[at] = token
+        self._counts[at] += 1
+
+    def _forget(self, token: int) -> None:
+        at = self._index[token]
+        self._counts[at] -= 1
+        if self._counts[at]:
+            return
+        del self._index[token]
+        last = len(self._index)                             # the last entry moves into the gap
+        if at != last:
+            self._ids[at], self._counts[at] = self._ids[last], self._counts[last]
+            self._index[int(self._ids[at])] = at
+        self._counts[last] = 0
+
+
+class Sampler:
+    """Chooses the tokens of one request: its random numbers, its penalties, nothing shared with any other.
+
+    The same seed, parameters and rows give the same tokens, whatever else runs. ``seed`` is the one really used (drawn when the parameters have None).
+    Call `sample` for each row and `accept` with the token that was kept. Raises `BadRequest` for a logit bias that cannot be applied.
+    """
+
+    def __init__(self, params: SamplingParams, *, n_vocab: int, prompt: Sequence[int] = ()):
+        self.params = params
+        self.seed = random_seed() if params.seed is None else params.seed
+        self._random = Random(self.seed)
+        self._bias_ids, self._bias = _bias_arrays(params, n_vocab)
+        penalised = params.repeat_last_n != 0 and (params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0)
+        self._recent = RecentTokens(None if params.repeat_last_n < 0 else params.repeat_last_n, prompt) if penalised else None
+        self._edited = np.empty(n_vocab, np.float32) if penalised or len(self._bias_ids) else None
+        self._depth = _FIRST_DEPTH
+
+    def sample(self, row: np.ndarray) -> int:
+        """The next token. Changes the random state, not the row and not the penalties. Raises `BackendFailed` for logits that are not numbers."""
+        row = self._edit(row)
+        if self.params.temperature == 0:
+            return argmax(row)
+        top = largest(row)
+        ids = survivors(row, self.params, top, self._depth)
+        return int(ids[draw(row[ids], self.params.temperature, top, self._random.random())])
+
+    def accept(self, token: int) -> None:
+        """Count ``token`` for the penalties of the following ones."""
+        if self._recent is not None:
+            self._recent.add(token)
+
+    def _edit(self, row: np.ndarray) -> np.ndarray:
+        if self._edited is None:
+            return row
+        edited = self._edited
+        np.copyto(edited, row)
+        edited[self._bias_ids] += self._bias
+        if self._recent is not None and len(self._recent.ids):
+            ids = self._recent.ids
+            before = edited[ids].astype(np.float64)
+            after = np.minimum(penalise(before, self._recent.counts, self.params), _LARGEST_LOGIT)
+            # What was NaN or +inf stays it: an edit must not hide a fault of the model.
+            edited[ids] = np.where(before < np.inf, after, before)
+        return edited
+
+
+def _bias_arrays(params: SamplingParams, n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    for token, bias in params.logit_bias.items():
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < n_vocab:
+            raise BadRequest(f"logit_bias names token {token!r}; ids of this model are whole numbers from 0 to {n_vocab - 1}.")
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not (abs(bias) <= 1e6 or bias == -math.inf):
+            raise BadRequest(f"The logit_bias of token {token} must be a number between -1e6 and 1e6, or -inf to ban it, not {bias!r}.")
+    return np.fromiter(params.logit_bias.keys(), np.int64), np.fromiter(params.logit_bias.values(), np.float32)
