@@ -1,0 +1,101 @@
+"""Everything about a conversion that can be known before a byte is written: metadata, the type and size of each tensor, what falls back, what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from edgeinfer.convert.ggml_types import F16_OVERFLOW, bytes_if_divisible, tensor_bytes, type_ids
+from edgeinfer.convert.gguf_metadata import KeyValue
+from edgeinfer.convert.gguf_names import Mapped
+from edgeinfer.convert.gguf_write import TensorEntry, padded
+from edgeinfer.convert.report import Fallback, Kept, TypeTotal
+from edgeinfer.convert.targets import Target
+from edgeinfer.convert.tensor_types import Choice
+from edgeinfer.convert.weights import Scan
+from edgeinfer.models.safetensors import TensorInfo
+
+TOO_LARGE = "since a half-precision number reaches 65,504 and these weights go beyond"
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the file. ``stored`` is None when its values come from the config. ``type`` and ``wanted`` are type names in capitals."""
+
+    mapped: Mapped
+    stored: TensorInfo | None
+    type: str
+    wanted: str
+    nbytes: int
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.mapped.name, self.mapped.shape, type_ids()[self.type], self.nbytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A GGUF file in advance. ``values`` is all metadata; ``tensors`` in file order."""
+
+    architecture: str
+    target: Target
+    values: tuple[KeyValue, ...]
+    tensors: tuple[PlannedTensor, ...]
+    kept: tuple[Kept, ...]
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count([tensor.mapped for tensor in self.tensors])
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes after the header: each tensor and its padding."""
+        return sum(padded(tensor.nbytes) for tensor in self.tensors)
+
+    @property
+    def totals(self) -> tuple[TypeTotal, ...]:
+        """Tensors and bytes by type, the largest first."""
+        types = dict.fromkeys(tensor.type for tensor in self.tensors)
+        totals = [
+            TypeTotal(name, sum(t.type == name for t in self.tensors), sum(t.nbytes for t in self.tensors if t.type == name)) for name in types
+        ]
+        return tuple(sorted(totals, key=lambda total: -total.bytes))
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Tensors whose rows do not divide into the blocks of the type they were meant to have."""
+        kept = {kept.tensor for kept in self.kept}
+        return tuple(
+            Fallback(t.mapped.name, t.wanted, t.type, t.mapped.shape[-1], t.nbytes - bytes_if_divisible(t.wanted, t.mapped.shape))
+            for t in self.tensors
+            if t.type != t.wanted and t.mapped.name not in kept
+        )
+
+
+def make_plan(
+    architecture: str,
+    target: Target,
+    values: Sequence[KeyValue],
+    tensors: Sequence[Mapped],
+    stored: Mapping[str, TensorInfo],
+    choices: Mapping[str, Choice],
+    scans: Mapping[str, Scan],
+) -> Plan:
+    """Settle every tensor's type. One with a magnitude that float16 cannot hold stays BF16 or F32 as stored, whatever the target but F32 and BF16:
+    float16 itself would make it infinite, and block formats scale in float16."""
+    planned, kept = [], []
+    for mapped in tensors:
+        source = stored.get(mapped.source)
+        choice = choices[mapped.name]
+        used = choice.used
+        if source is not None and used not in ("F32", "BF16") and scans[mapped.source].largest >= F16_OVERFLOW:
+            used = source.dtype
+            kept.append(Kept(mapped.name, used, TOO_LARGE))
+        planned.append(PlannedTensor(mapped, source, used, choice.wanted, tensor_bytes(used, mapped.shape)))
+    return Plan(architecture, target, tuple(values), tuple(planned), tuple(kept))
+
+
+def parameter_count(tensors: Sequence[Mapped]) -> int:
+    """Numbers in all tensors that the checkpoint stores."""
+    return sum(math.prod(tensor.shape) for tensor in tensors if not tensor.values)
