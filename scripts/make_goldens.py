@@ -46,7 +46,8 @@ def main(names: list[str]) -> None:
             golden = golden_cases.Golden.from_logits(tokens, reference_logits(folder, tokens), tiny.weights_sha256(folder), made_with)
         path = golden_cases.FOLDER / f"{name}.json"
         golden.write(path)
-        print(f"{name}: spread {golden.spread:.3f}, logits {golden.logits_PC.min():.2f} to {golden.logits_PC.max():.2f}, {path.stat().st_size:,} bytes")
+        low, high = golden.logits_PC.min(), golden.logits_PC.max()
+        print(f"{name}: spread {golden.spread:.3f}, logits {low:.2f} to {high:.2f}, {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ def tiny(
     family: a key of FAMILIES.
     head: "copied" says tied and stores a copy of the embedding as lm_head too, "different" says tied and stores another matrix,
         "unsaid" has neither the flag nor an lm_head.
-    shards, shard_name: number of files and their name with {i} and {n}; any name but the usual one for a single file needs the index, which is written.
+    shards, shard_name: number of files and their name with {i} and {n}; the index is written unless there is one file under the usual name.
     tokenizer: a key of tiny_tokenizer.KINDS. sentencepiece: write tokenizer.model too, or alone.
     added_tokens: (text, special) pairs, after all other ids.
     extra_rows: embedding rows beyond (negative: short of) the tokenizer's ids.
@@ -112,21 +112,15 @@ def edit(path: Path, **changes: Any) -> None:
 
 def read_weights(folder: Path) -> Weights:
     """Every tensor of a checkpoint in float32, by name."""
-    out: Weights = {}
+    return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in _read_safetensors(path)[0].items()}
+
+
+def change_weights(folder: Path, change: Callable[[str, np.ndarray], np.ndarray | None]) -> None:
+    """Replace each tensor (float32) by ``change(name, values)``, or drop it where that is None; files and their type stay as they are."""
     for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        for name, entry in json.loads(data[8:8 + length]).items():
-            if name == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            raw = data[8 + length + start:8 + length + end]
-            if entry["dtype"] == "BF16":
-                values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-            else:
-                values = np.frombuffer(raw, {"F16": "<f2", "F32": "<f4"}[entry["dtype"]]).astype("<f4")
-            out[name] = values.reshape(entry["shape"])
-    return out
+        weights, dtype = _read_safetensors(path)
+        changed = {name: change(name, values) for name, values in weights.items()}
+        _write_safetensors(path, {name: values for name, values in changed.items() if values is not None}, dtype)
 
 
 def weights_sha256(folder: Path) -> str:
@@ -305,6 +299,24 @@ def _write_shards(folder: Path, weights: Weights, dtype: str, shards: int, shard
         total += _write_safetensors(folder / file, {name: weights[name] for name in names if places[name] == file}, dtype)
     if shards > 1 or shard_name:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _read_safetensors(path: Path) -> tuple[Weights, str]:
+    """All tensors in float32, and the type they are stored in."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8:8 + length])
+    header.pop("__metadata__", None)
+    weights: Weights = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        raw = data[8 + length + start:8 + length + end]
+        if entry["dtype"] == "BF16":
+            values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = np.frombuffer(raw, {"F16": "<f2", "F32": "<f4"}[entry["dtype"]]).astype("<f4")
+        weights[name] = values.reshape(entry["shape"])
+    return weights, next(iter(header.values()))["dtype"].lower()
 
 
 def _write_safetensors(path: Path, weights: Weights, dtype: str) -> int:

@@ -20,7 +20,9 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_WORDS = ("the", "and", "capital", "of", "is", "what", "hello", "world", "ing", "tion", "Tokyo", "Japan", "user", "assistant", "system", "model", "token")
+_WORDS = (
+    "the", "and", "capital", "of", "is", "what", "hello", "world", "ing", "tion", "Tokyo", "Japan", "user", "assistant", "system", "model", "token",
+)
 _LEADING = (*_WORDS, "a", "in", "to", "water", "you", "are")     # these also exist with a space before them
 _OTHER = ("12", "123", "2026", "  ", "    ", "\n\n", "...", "é", "naïve", "日本", "🙂", "слово")
 
@@ -35,6 +37,7 @@ class Special:
     unk: str | None = None
     more: tuple[str, ...] = ()
     first: bool = False
+    rstrip: tuple[str, ...] = ()                         # these swallow the white space that follows them
 
 
 # kind -> (tokenizer_class, special tokens)
@@ -45,6 +48,10 @@ KINDS: dict[str, tuple[str, Special]] = {
     "smollm": ("GPT2Tokenizer", Special("<|im_start|>", "<|im_end|>", pad="<|im_end|>", unk="<|endoftext|>", first=True)),
     "unknown": ("PreTrainedTokenizerFast", Special("<|begin_of_text|>", "<|end_of_text|>", more=("<|im_start|>", "<|im_end|>"))),
     "spm": ("LlamaTokenizer", Special("<s>", "</s>", unk="<unk>", more=("<|im_start|>", "<|im_end|>"))),
+    # Phi-3's own: llama.cpp knows of the swallowed white space only from a model name that holds "phi-3" or "phi3".
+    "spm-phi3": ("LlamaTokenizer", Special(
+        "<s>", "<|endoftext|>", pad="<|endoftext|>", unk="<unk>", more=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        rstrip=("</s>", "<|im_start|>", "<|im_end|>"))),
     "spm-gemma": ("GemmaTokenizer", Special("<bos>", "<eos>", pad="<pad>", unk="<unk>", more=("<|im_start|>", "<|im_end|>"))),
 }
 
@@ -108,7 +115,7 @@ def _byte_level(kind: str, added: tuple[tuple[str, bool], ...], chat_template: s
     post = _prepend(special.bos, ids, [byte_level]) if kind in ("llama-bpe", "unknown") else None if kind == "smollm" else byte_level
     return TokenizerFiles(
         tokenizer_json=_tokenizer_json(
-            ids, added, special_texts,
+            special, ids, added, special_texts,
             normalizer={"type": "NFC"} if kind == "qwen2" else None,
             pre_tokenizer=pre_tokenizer, post_processor=post,
             decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -139,14 +146,15 @@ def _sentencepiece(kind: str, added: tuple[tuple[str, bool], ...], chat_template
     normal = {piece for piece in (*merged, *letters)}
     # SentencePiece joins any two neighbours that make a piece, so every split of a piece is a merge.
     merges = [[piece[:cut], piece[cut:]] for piece in merged for cut in range(1, len(piece)) if piece[:cut] in normal and piece[cut:] in normal]
-    ids = {text: vocab[text] for text in control} | {text: len(pieces) + place for place, text in enumerate([*special.more, *(text for text, _ in added)])}
+    ids = {text: vocab[text] for text in control}
+    ids |= {text: len(pieces) + place for place, text in enumerate([*special.more, *(text for text, _ in added)])}
 
     to_mark = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     from_mark = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     strip = [] if gemma else [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     return TokenizerFiles(
         tokenizer_json=_tokenizer_json(
-            ids, added, [*control, *special.more],
+            special, ids, added, [*control, *special.more],
             normalizer=to_mark if gemma else {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, to_mark]},
             pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False} if gemma else None,
             post_processor=_prepend(special.bos, ids, []),
@@ -188,10 +196,11 @@ def _model_proto(pieces: list[str], control: list[str], normal: set[str], *, dum
     for place, piece in enumerate(pieces):
         kind = 1 if piece in normal else 2 if piece == special.unk else 3 if piece in control else 6      # normal, unknown, control, byte
         out += _field(1, _field(1, piece) + _field(2, float(-(place - merged)) if kind == 1 else 0.0) + _field(3, kind))
+    eos = "<eos>" if "<eos>" in control else "</s>"
     no_id = 2**64 - 1                                                                                     # -1 as protobuf writes it
-    trainer = _field(3, 2) + _field(35, 1) + _field(40, ids["<unk>"]) + _field(41, ids[special.bos or ""]) + _field(42, ids[special.eos])
-    trainer += _field(43, ids.get(special.pad or "", no_id)) + _field(4, len(pieces))
-    trainer += _field(45, "<unk>") + _field(46, special.bos or "") + _field(47, special.eos) + _field(48, special.pad or "<pad>")
+    trainer = _field(3, 2) + _field(35, 1) + _field(40, ids["<unk>"]) + _field(41, ids[special.bos or ""]) + _field(42, ids[eos])
+    trainer += _field(43, ids["<pad>"] if "<pad>" in control else no_id) + _field(4, len(pieces))
+    trainer += _field(45, "<unk>") + _field(46, special.bos or "") + _field(47, eos) + _field(48, "<pad>")
     out += _field(2, trainer)
     out += _field(3, _field(1, "identity") + _field(3, int(dummy_prefix)) + _field(4, 0) + _field(5, 1))
     return bytes(out)
@@ -203,23 +212,26 @@ def _prepend(bos: str | None, ids: dict[str, int], before: list[dict[str, Any]])
     """The post-processor that puts ``bos`` before every text."""
     if bos is None:
         raise ValueError("A post-processor that adds the first token needs one.")
-    sequence = [{"Sequence": {"id": "A", "type_id": 0}}]
+    first, second = ([{"SpecialToken": {"id": bos, "type_id": number}}, {"Sequence": {"id": "AB"[number], "type_id": number}}] for number in (0, 1))
     template = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, *sequence],
-        "pair": [{"SpecialToken": {"id": bos, "type_id": 0}}, *sequence, {"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "single": first,
+        "pair": first + second,
         "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
     }
     return {"type": "Sequence", "processors": [*before, template]} if before else template
 
 
-def _added_token(text: str, special: bool) -> dict[str, Any]:
-    return {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+def _added_token(text: str, special: bool, kind: Special) -> dict[str, Any]:
+    return {"content": text, "single_word": False, "lstrip": False, "rstrip": text in kind.rstrip, "normalized": False, "special": special}
 
 
-def _tokenizer_json(ids: dict[str, int], added: tuple[tuple[str, bool], ...], special_texts: list[str], **parts: Any) -> dict[str, Any]:
+def _tokenizer_json(
+    special: Special, ids: dict[str, int], added: tuple[tuple[str, bool], ...], special_texts: list[str], **parts: Any
+) -> dict[str, Any]:
     kinds = {text: True for text in special_texts} | dict(added)
-    entries = [{"id": ids[text]} | _added_token(text, special) for text, special in sorted(kinds.items(), key=lambda item: ids[item[0]])]
+    in_order = sorted(kinds.items(), key=lambda item: ids[item[0]])
+    entries = [{"id": ids[text]} | _added_token(text, is_special, special) for text, is_special in in_order]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": entries} | parts
 
 
@@ -227,8 +239,9 @@ def _tokenizer_config(
     tokenizer_class: str, special: Special, ids: dict[str, int], added: tuple[tuple[str, bool], ...], chat_template: str | None
 ) -> dict[str, Any]:
     kinds = {text: True for text in ids} | dict(added)
+    in_order = sorted(ids.items(), key=lambda item: item[1])
     config: dict[str, Any] = {
-        "added_tokens_decoder": {str(place): _added_token(text, kinds[text]) for text, place in sorted(ids.items(), key=lambda item: item[1])},
+        "added_tokens_decoder": {str(place): _added_token(text, kinds[text], special) for text, place in in_order},
         "bos_token": special.bos, "eos_token": special.eos, "pad_token": special.pad, "unk_token": special.unk,
         "clean_up_tokenization_spaces": False, "model_max_length": 2048, "tokenizer_class": tokenizer_class,
     }
