@@ -87,7 +87,7 @@ def estimate(
             raise BadRequest(f"{name} must be 1 or more, not {value}.")
     shape = _shape(source)
     cells = _padded(ctx)
-    n_ubatch = min(n_ubatch, cells)
+    n_ubatch = min(n_ubatch, ctx)
     window_cells = _padded(min(cells, shape.window * n_seq + n_ubatch))
     per_layer = _layer_bytes(shape, kv_type_k, kv_type_v)
     notes: list[str] = []
