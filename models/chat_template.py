@@ -27,7 +27,7 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.errors import ChatTemplateError
 from edgeinfer.models.chat_messages import normalise_messages
-from edgeinfer.models.template_budget import Budget, check_brace_format, check_growth, check_percent_format, check_replace
+from edgeinfer.models.template_budget import Budget, check_brace_format, check_percent_format, check_replace
 
 MAX_SOURCE = 1_000_000                    # characters of template source
 _PROBE = "edgeinfer-system-probe"
@@ -202,14 +202,14 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _budget().step()
         value, rest = args[skipped] if len(args) > skipped else "", (*args[skipped + 1:], *kwargs.values())
         if name in _GROWING_FILTERS:
-            check_growth(value, rest)
+            _budget().growth(value, rest)
         elif name == "replace" and len(rest) >= 2:
             check_replace(str(value), str(rest[0]), str(rest[1]))
         elif name == "format":
             check_percent_format(str(value))
         elif name == "join":
             value = _budget().made(list(value))             # may be a generator, whose length nobody knows yet
-            check_growth(value, rest)
+            _budget().growth(value, rest)
             args = (*args[:skipped], value, *args[skipped + 1:])
         return _budget().made(function(*args, **kwargs))
 
@@ -271,13 +271,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         text = getattr(getattr(__callee, "__wrapped__", __callee), "__self__", None)
         if isinstance(text, str):
             name = __callee.__name__
-            if name == "format":
+            if name in ("format", "format_map"):
                 check_brace_format(text)
             elif name == "replace" and len(args) >= 2:
                 check_replace(text, str(args[0]), str(args[1]))
             elif name == "join" and args:
                 args = (budget.made(list(args[0])), *args[1:])
-                check_growth(args[0], (text,))
+                budget.growth(args[0], (text,))
         return budget.made(super().call(__context, __callee, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

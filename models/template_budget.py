@@ -17,7 +17,8 @@ from edgeinfer.errors import ChatTemplateError
 
 MAX_STEPS = 2_000_000                     # loop turns, calls, filters and tests
 MAX_CHARACTERS = 64_000_000               # all text and list entries made on the way, intermediate ones included
-MAX_CPU_SECONDS = 10.0                    # of the rendering thread, so a busy machine does not fail anyone
+MAX_ENTRIES = 1_000_000                   # of one list or dictionary, nested ones counted through
+MAX_CPU_SECONDS = 5.0                     # of the rendering thread, so a busy machine does not fail anyone
 MAX_NUMBER = 10_000                       # a width, indent or count given to a filter that makes text longer
 MAX_INTEGER_BITS = 4096
 _STEPS_PER_CLOCK = 16
@@ -33,6 +34,7 @@ class Budget:
     def __init__(self) -> None:
         self._steps = 0
         self._characters = 0
+        self._next_look = _STEPS_PER_CLOCK
         self._deadline = time.thread_time() + MAX_CPU_SECONDS
 
     def step(self, characters: int = 0) -> None:
@@ -40,10 +42,15 @@ class Budget:
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise refuse(f"took more than {MAX_STEPS:,} steps")
-        if self._steps % _STEPS_PER_CLOCK == 0 and time.thread_time() > self._deadline:
-            raise refuse(f"took more than {MAX_CPU_SECONDS:g} seconds")
+        if self._steps >= self._next_look:
+            self._next_look = self._steps + _STEPS_PER_CLOCK
+            self._look_at_clock()
         if characters:
             self.spend(characters)
+
+    def _look_at_clock(self) -> None:
+        if time.thread_time() > self._deadline:
+            raise refuse(f"took more than {MAX_CPU_SECONDS:g} seconds")
 
     def spend(self, characters: int) -> None:
         """About to make this much text or this many list entries."""
@@ -58,8 +65,30 @@ class Budget:
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
             # Lists that share their entries are small in memory and huge when printed or compared: they count as printed.
             self.spend(len(value))
-            weigh(value)
+            self.weigh(value)
         return value
+
+    def weigh(self, value: Any) -> int:
+        """Characters and entries of ``value`` counted as printed, i.e. shared parts each time; refused above the limits."""
+        characters, entries, todo = 0, 0, [value]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, str):
+                characters += len(item)
+            elif isinstance(item, Mapping):
+                entries += len(item)
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                entries += len(item)
+            if characters > MAX_CHARACTERS or entries > MAX_ENTRIES:
+                raise refuse(f"built a value of more than {MAX_ENTRIES:,} entries or {MAX_CHARACTERS:,} characters")
+            if isinstance(item, Mapping):
+                todo.extend(item.keys())
+                todo.extend(item.values())
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                todo.extend(item)
+        # Templates that append to a list message by message weigh it each time; that is quadratic and still must pass, hence the discount.
+        self._steps += entries // 16
+        return characters + entries + 1
 
     def binary(self, operator: str, left: Any, right: Any) -> None:
         """Before ``left operator right``; the operators that can make something large are + * ** %."""
@@ -70,7 +99,7 @@ class Budget:
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, (str, list, tuple)) and isinstance(times, int) and times > 0:
-                    self.spend(weigh(value) * times)
+                    self.spend(self.weigh(value) * times)
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_INTEGER_BITS:
                 raise refuse("computed with an absurdly large number")
         elif operator == "**":
@@ -79,23 +108,15 @@ class Budget:
         elif isinstance(left, str):
             check_percent_format(left)
 
+    def growth(self, value: Any, arguments: tuple[Any, ...]) -> None:
+        """Refuse a number or text argument that multiplies ``value`` beyond the limit: widths, indents, separators, counts."""
+        for argument in arguments:
+            if isinstance(argument, int) and abs(argument) > MAX_NUMBER:
+                raise refuse(f"asked for a width or count of {argument}")
+            factor = len(argument) if isinstance(argument, str) else argument if isinstance(argument, int) else 0
+            if factor > 1 and self.weigh(value) * factor > MAX_CHARACTERS:
+                raise refuse(f"made more than {MAX_CHARACTERS:,} characters")
 
-def weigh(value: Any) -> int:
-    """Characters and entries of ``value`` counted as printed, i.e. shared parts each time; a value above the limit is refused."""
-    total, todo = 0, [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, (str, list, tuple, dict, set, frozenset)):
-            total += len(item)
-        total += 1
-        if total > MAX_CHARACTERS:
-            raise refuse(f"built a value of more than {MAX_CHARACTERS:,} characters")
-        if isinstance(item, Mapping):
-            todo.extend(item.keys())
-            todo.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            todo.extend(item)
-    return total
 
 
 def check_percent_format(text: str) -> None:
@@ -119,13 +140,3 @@ def check_replace(text: str, old: str, new: str) -> None:
     # Counting costs as much as replacing, so it waits until the product could matter at all.
     if len(text) * len(new) > MAX_CHARACTERS and text.count(old) * len(new) > MAX_CHARACTERS:
         raise refuse(f"made more than {MAX_CHARACTERS:,} characters")
-
-
-def check_growth(value: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuse a number or text argument that multiplies ``value`` beyond the limit: widths, indents, separators, counts."""
-    for argument in arguments:
-        if isinstance(argument, int) and abs(argument) > MAX_NUMBER:
-            raise refuse(f"asked for a width or count of {argument}")
-        factor = len(argument) if isinstance(argument, str) else argument if isinstance(argument, int) else 0
-        if factor > 1 and weigh(value) * factor > MAX_CHARACTERS:
-            raise refuse(f"made more than {MAX_CHARACTERS:,} characters")
