@@ -36,11 +36,11 @@ class KeyValue:
     value: Any
 
 
-def general(spec: ModelSpec, *, file_type: int, parameters: int) -> list[KeyValue]:
+def general(name: str, *, file_type: int, parameters: int) -> list[KeyValue]:
     """Who the model is. ``file_type`` is llama.cpp's number; general.architecture is written by the writer itself."""
     return [
         KeyValue("general.type", "str", "model"),
-        KeyValue("general.name", "str", spec.name),
+        KeyValue("general.name", "str", name),
         KeyValue("general.size_label", "str", size_label(parameters)),
         KeyValue("general.file_type", "u32", file_type),
         KeyValue("general.quantization_version", "u32", QUANTIZATION_VERSION),

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.convert import gguf_metadata as metadata
 from edgeinfer.convert.gguf_names import map_tensors
-from edgeinfer.convert.gguf_vocab import size_problem, vocabulary
 from edgeinfer.convert.gguf_write import write_header
 from edgeinfer.convert.partial import partial_file, publish
 from edgeinfer.convert.plan import Plan, make_plan, parameter_count
@@ -88,7 +87,7 @@ def convert(
         tensors=plan.totals,
         fallbacks=plan.fallbacks,
         kept=plan.kept,
-        warnings=tuple(metadata.warnings(checkpoint.spec)),
+        warnings=(*metadata.warnings(checkpoint.spec), *vocab.warnings),
     )
     if dry_run:
         size = header_size(plan) + plan.data_bytes
@@ -105,10 +104,8 @@ def check(checkpoint: Checkpoint, pre: str | None = None) -> GGUFVocab:
     vocab = None
     try:
         vocab = read_vocab(checkpoint, pre=pre)
-        problem = size_problem(vocab, checkpoint.spec.vocab_rows)
-        problems += [problem] if problem else []
     except EdgeInferError as error:
-        problems += getattr(error, "problems", ()) or [str(error)]
+        problems += error.problems if isinstance(error, ConversionFailed) and error.problems else [str(error)]
     if problems or vocab is None:
         raise ConversionFailed(f"{checkpoint.folder} cannot be converted:", problems)
     return vocab
@@ -137,9 +134,11 @@ def plan_gguf(checkpoint: Checkpoint, vocab: GGUFVocab, target: Target, scans: d
     """The file in advance, from a checkpoint that `check` let pass and what `scan_all` found in it."""
     spec = checkpoint.spec
     mapped = mapped_tensors(checkpoint)
-    values = metadata.general(spec, file_type=target.number, parameters=parameter_count(mapped)) + metadata.hyperparameters(spec)
+    # llama.cpp recognises some tokenizers' whitespace rules by the model's name.
+    name = spec.name if vocab.name_must_contain in spec.name.lower() else f"{spec.name} {vocab.name_must_contain}"
+    values = metadata.general(name, file_type=target.number, parameters=parameter_count(mapped)) + metadata.hyperparameters(spec)
     choices = choose_types(target, spec.family, values, mapped)
-    return make_plan(spec.family, target, values + vocabulary(vocab, spec.vocab_rows), mapped, checkpoint.tensors, choices, scans)
+    return make_plan(spec.family, target, values + vocab.metadata(), mapped, checkpoint.tensors, choices, scans)
 
 
 def header_size(plan: Plan) -> int:

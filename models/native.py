@@ -98,6 +98,7 @@ class NativeModel:
     """A loaded ``llama_model``. Free it with `close`; dropping the last reference frees it too.
 
     vocab_only: load the tokenizer alone, no weights.
+    no_alloc: check every tensor's name and shape without loading one; such a model computes nothing.
     progress: called with 0.0 .. 1.0 while weights load; returning False cancels.
     Raises `ModelDamaged` with llama.cpp's own reason. Callers check the header first (`edgeinfer.models.gguf_header`), since llama.cpp says little.
     """
@@ -107,6 +108,7 @@ class NativeModel:
         path: Path | str,
         *,
         vocab_only: bool = False,
+        no_alloc: bool = False,
         gpu_layers: int = 0,
         mmap: bool = True,
         progress: Callable[[float], bool] | None = None,
@@ -114,8 +116,10 @@ class NativeModel:
         lib = llama()
         params = lib.llama_model_default_params()
         params.vocab_only = vocab_only
+        params.no_alloc = no_alloc
         params.n_gpu_layers = gpu_layers
-        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if mmap else lib.LLAMA_LOAD_MODE_NONE
+        # llama.cpp ends the process when asked to map a file and to allocate nothing.
+        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if mmap and not no_alloc else lib.LLAMA_LOAD_MODE_NONE
         if progress is not None:
             params.progress_callback = lib.llama_progress_callback(lambda share, _user: bool(progress(share)))
         with captured_logs() as lines:
