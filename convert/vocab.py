@@ -16,10 +16,9 @@ from edgeinfer.convert.vocab_tables import Table
 from edgeinfer.errors import ConversionFailed, ModelDamaged
 from edgeinfer.models.checkpoint import Checkpoint
 from edgeinfer.models.folder import read_text
+from edgeinfer.models.tokenizer_text import NORMALIZER_KEY, SPACE_PREFIX_KEY
 
 STOP_KEY = "edgeinfer.stop_token_ids"
-NORMALIZER_KEY = "edgeinfer.tokenizer.normalizer"
-SPACE_PREFIX_KEY = "edgeinfer.tokenizer.space_prefix"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,11 @@ class GGUFVocab:
     extra: tuple[tuple[int, str, bool], ...] = ()
     warnings: tuple[str, ...] = ()
     name_must_contain: str = ""
+
+    @property
+    def size(self) -> int:
+        """Ids, unused ones included."""
+        return len(self.tokens)
 
     @property
     def chat_template(self) -> str | None:
@@ -237,8 +241,6 @@ def _assemble(checkpoint: Checkpoint, document: dict[str, Any] | None, read: _Re
     if problems:
         return None
     warnings, must_contain = _warnings(read, stops, added, table)
-    first = read.prefix == "first"
-    chats = checkpoint.chat_template is not None
     return GGUFVocab(
         model=read.model,
         pre=read.pre.name,
@@ -256,12 +258,12 @@ def _assemble(checkpoint: Checkpoint, document: dict[str, Any] | None, read: _Re
         sep_id=ids["sep"],
         add_bos=starts,
         add_eos=ends,
-        # llama.cpp puts the space after every marker or nowhere. Only before the first text is nowhere for a chat, whose prompts begin with a marker.
-        add_space_prefix=read.prefix == "always" or (first and not chats),
+        # llama.cpp puts the space after every marker or nowhere: "only before the first word" is nowhere, and `prepare_text` adds it.
+        add_space_prefix=read.prefix == "always",
         stop_ids=stops.ids,
         unreached_stop_ids=stops.unreached,
         normalizer=read.pre.normalizer,
-        space_prefix="first" if first and chats else "",
+        space_prefix="first" if read.prefix == "first" else "",
         approximate=read.pre.approximate,
         chat_templates=dict(checkpoint.chat_templates),
         added=tuple(added.values()),
@@ -308,6 +310,8 @@ def _warnings(read: _Read, stops: stop_tokens.StopTokens, added: Mapping[int, Ad
         found.append(f"A GGUF has room for three stop tokens, so other programs will not stop at {texts}; edgeinfer does ({STOP_KEY}).")
     if read.pre.normalizer:
         found.append(f"llama.cpp does not bring text into form {read.pre.normalizer} as this tokenizer does; edgeinfer does it before.")
+    if read.prefix == "first":
+        found.append("This tokenizer puts a space before the first word of a prompt only, which llama.cpp cannot; edgeinfer does it before.")
     if read.pre.approximate:
         found.append(f"llama.cpp's {read.pre.name} pre-tokenizer is only close to this one where capitals outside ASCII and combining marks are cut.")
     greedy = [token for token in added.values() if token.lstrip or token.rstrip or token.single_word]

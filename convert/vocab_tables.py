@@ -90,9 +90,11 @@ def space_prefix(document: dict[str, Any], vocab: Mapping[str, int], problems: l
         if kind == "Metaspace" and step.get("replacement") == SPACE:
             escapes = True
             scheme = step.get("prepend_scheme") or ("always" if step.get("add_prefix_space", True) else "never")
-            if scheme not in ("always", "first", "never"):
-                problems.append(f"The Metaspace rule of tokenizer.json has an unknown prepend_scheme {scheme!r}.")
-            prefix = scheme if scheme in ("always", "first") else prefix
+            if scheme not in ("first", "never"):
+                problems.append(
+                    f"tokenizer.json says Metaspace with prepend_scheme {scheme!r}, which adds no space where there is one, and llama.cpp would add it."
+                )
+            prefix = "first" if scheme == "first" else prefix
             inside = next((text for text in vocab if SPACE in text[1:]), None) if step.get("split", True) else None
             if inside:
                 problems.append(f"tokenizer.json cuts text before every space (Metaspace with split), and llama.cpp would still join {inside!r}.")
