@@ -42,6 +42,6 @@ ENTRIES: dict[str, CatalogueEntry] = {
         CatalogueEntry("gemma3-270m", "Gemma 3 270M Instruct", "unsloth/gemma-3-270m-it-GGUF", "Q4_K_M"),
         CatalogueEntry("gemma3-1b", "Gemma 3 1B Instruct", "ggml-org/gemma-3-1b-it-GGUF", "Q4_K_M"),
         CatalogueEntry("llama3.2-1b", "Llama 3.2 1B Instruct", "bartowski/Llama-3.2-1B-Instruct-GGUF", "Q4_K_M"),
-        CatalogueEntry("phi4-mini", "Phi-4-mini Instruct", "unsloth/Phi-4-mini-instruct-GGUF", "Q4_K_M"),
+        CatalogueEntry("phi4-mini", "Phi-4-mini Instruct", "bartowski/microsoft_Phi-4-mini-instruct-GGUF", "Q4_K_M"),
     )
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 from edgeinfer.errors import BackendFailed, EdgeInferError, ModelNotFound
 
-Progress = Callable[[int, int], None]                    # bytes here so far, bytes in all
+Progress = Callable[[str, int, int], None]               # what is done ("download user/repo"), bytes here so far, bytes in all
 POLL_SECONDS = 0.2
 GGUF_PATTERNS = ("*.gguf",)
 CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
@@ -55,6 +55,11 @@ def _hub() -> ModuleType:
 def _endpoint() -> str | None:
     """HF_ENDPOINT as it is now: the library reads it only once, when imported."""
     return os.environ.get("HF_ENDPOINT") or None
+
+
+def exactly(names: Sequence[str]) -> tuple[str, ...]:
+    """Patterns that match these names and no others."""
+    return tuple(name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]") for name in names)
 
 
 def is_offline(offline: bool) -> bool:
@@ -157,6 +162,7 @@ def _watched(
     if progress is None:
         yield
         return
+    stage = f"download {repo_id}"
     total = sum(file.size for file in wanted)
     root = _cache_root(cache_dir) / ("models--" + repo_id.replace("/", "--"))
     snapshot, blobs = root / "snapshots" / commit, root / "blobs"
@@ -166,7 +172,7 @@ def _watched(
 
     def report() -> None:
         while not stop.wait(POLL_SECONDS):
-            progress(min(total, present + max(0, _folder_bytes(blobs) - at_start)), total)
+            progress(stage, min(total, present + max(0, _folder_bytes(blobs) - at_start)), total)
 
     watcher = threading.Thread(target=report, name="edgeinfer-download-progress", daemon=True)
     watcher.start()
@@ -180,7 +186,7 @@ def _watched(
         stop.set()
         watcher.join()
         if not failed:
-            progress(total, total)
+            progress(stage, total, total)
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -95,7 +95,7 @@ def _from_hub(wanted: HubId, name: str, offline: bool, progress: hub.Progress | 
     source = f"hub {wanted.repo}@{listing.commit}"
     if wanted.quantization or any(file.endswith(".gguf") for file in names):
         choice = choose(names, wanted.quantization, wanted.repo)
-        folder = hub.download(wanted.repo, wanted.revision, offline=offline, patterns=choice.files, progress=progress, listing=listing)
+        folder = hub.download(wanted.repo, wanted.revision, offline=offline, patterns=hub.exactly(choice.files), progress=progress, listing=listing)
         return ResolvedModel(folder / choice.first, "gguf", name, source)
     if "config.json" not in names:
         raise UnsupportedModel(f"{wanted.repo} holds no model that can be opened: no .gguf file and no config.json.")

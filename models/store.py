@@ -179,7 +179,7 @@ def pull(model: str, *, name: str | None = None, offline: bool = False, progress
     kind = "gguf" if wanted.quantization or any(file.endswith(".gguf") for file in names) else "checkpoint"
     if kind == "gguf":
         choice = choose(names, wanted.quantization, wanted.repo)
-        patterns: tuple[str, ...] = tuple(choice.files)
+        patterns = hub.exactly(choice.files)
         suffix = f"-{choice.quantization}" if choice.quantization else ""
     else:
         patterns, suffix = hub.CHECKPOINT_PATTERNS, ""
@@ -187,12 +187,13 @@ def pull(model: str, *, name: str | None = None, offline: bool = False, progress
     _free(name)
     folder = hub.download(wanted.repo, wanted.revision, offline=offline, patterns=patterns, progress=progress, cache_dir=cache, listing=listing)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {inner: path for inner, path in files.items() if inner in patterns or kind == "checkpoint"}
+    if kind == "gguf":
+        files = {inner: files[inner] for inner in choice.files}
     for remote in listing.files:
         if remote.name in files and remote.sha256 is not None and _sha256(files[remote.name].resolve()) != remote.sha256:
             files[remote.name].resolve().unlink()        # or the next try would find it finished
             raise ModelDamaged(f"{remote.name} of {wanted.repo} arrived damaged: its SHA-256 is not the hub's; pull it again.")
-    stored = add(name, files, kind=kind, source=wanted.repo, revision=listing.commit, move=True)
+    stored = add(name, files, kind=kind, source=wanted.repo, revision=folder.name, move=True)
     shutil.rmtree(cache / ("models--" + wanted.repo.replace("/", "--")), ignore_errors=True)
     return stored
 
