@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.convert.ggml_types import F16_OVERFLOW, bytes_if_divisible, tensor_bytes, type_ids
-from edgeinfer.convert.gguf_metadata import KeyValue
 from edgeinfer.convert.gguf_names import Mapped
-from edgeinfer.convert.gguf_write import TensorEntry, padded
+from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded
 from edgeinfer.convert.report import Fallback, Kept, TypeTotal
 from edgeinfer.convert.targets import Target
 from edgeinfer.convert.tensor_types import Choice
@@ -36,13 +35,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """A GGUF file in advance. ``values`` is all metadata; ``tensors`` in file order."""
+    """A GGUF file in advance, its tensors in file order."""
 
-    architecture: str
     target: Target
-    values: tuple[KeyValue, ...]
+    metadata: Metadata
     tensors: tuple[PlannedTensor, ...]
     kept: tuple[Kept, ...]
+    head_dim: int = 1                                    # of tensors whose heads are reordered
+    norm_offset: float = 0.0                             # of tensors that get one
 
     @property
     def parameters(self) -> int:
@@ -74,13 +74,15 @@ class Plan:
 
 
 def make_plan(
-    architecture: str,
     target: Target,
-    values: Sequence[KeyValue],
+    metadata: Metadata,
     tensors: Sequence[Mapped],
     stored: Mapping[str, TensorInfo],
     choices: Mapping[str, Choice],
     scans: Mapping[str, Scan],
+    *,
+    head_dim: int = 1,
+    norm_offset: float = 0.0,
 ) -> Plan:
     """Settle every tensor's type. One with a magnitude that float16 cannot hold stays BF16 or F32 as stored, whatever the target but F32 and BF16:
     float16 itself would make it infinite, and block formats scale in float16."""
@@ -93,7 +95,7 @@ def make_plan(
             used = source.dtype
             kept.append(Kept(mapped.name, used, TOO_LARGE))
         planned.append(PlannedTensor(mapped, source, used, choice.wanted, tensor_bytes(used, mapped.shape)))
-    return Plan(architecture, target, tuple(values), tuple(planned), tuple(kept))
+    return Plan(target, metadata, tuple(planned), tuple(kept), head_dim, norm_offset)
 
 
 def parameter_count(tensors: Sequence[Mapped]) -> int:

@@ -6,6 +6,7 @@ megabytes a thread whatever the size of a tensor.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from edgeinfer.convert.ggml_types import PLAIN, from_float32, quantize_rows, ten
 from edgeinfer.convert.gguf_write import padded
 from edgeinfer.convert.plan import Plan, PlannedTensor
 from edgeinfer.convert.weights import BLOCK_ELEMENTS, NUMPY, Buffers, Files
-from edgeinfer.models.spec import ModelSpec
 
 BLOCKS_AHEAD = 4                                         # handed to the pool for each thread
 
@@ -35,7 +35,7 @@ class Block:
     last: bool                                           # of its tensor
 
 
-def write_tensors(path: Path, plan: Plan, spec: ModelSpec, data_offset: int, threads: int, progress: Callable[[int], None]) -> None:
+def write_tensors(path: Path, plan: Plan, data_offset: int, threads: int, progress: Callable[[int], None]) -> None:
     """Fill the existing file ``path`` from ``data_offset`` on. ``progress`` gets the bytes of each tensor written, in order, on the calling thread.
 
     All space is claimed first, so a full disk shows before any work. Raises OSError (disk full, file size limit) and `ConversionFailed` (a block that
@@ -45,11 +45,11 @@ def write_tensors(path: Path, plan: Plan, spec: ModelSpec, data_offset: int, thr
     try:
         claim(descriptor, data_offset + plan.data_bytes)
         with Files() as files:
-            worker = Worker(descriptor, spec, files)
+            worker = Worker(descriptor, plan, files)
             pool = ThreadPoolExecutor(threads)
             try:
                 waiting: deque[tuple[Block, Future[None]]] = deque()
-                for block in blocks(plan, spec, data_offset):
+                for block in blocks(plan, data_offset):
                     waiting.append((block, pool.submit(worker.run, block)))
                     if len(waiting) > threads * BLOCKS_AHEAD:
                         _finish(waiting, progress)
@@ -76,13 +76,13 @@ def claim(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def blocks(plan: Plan, spec: ModelSpec, data_offset: int) -> Iterator[Block]:
+def blocks(plan: Plan, data_offset: int) -> Iterator[Block]:
     """The whole file's blocks, in file order. Reordered tensors are cut between heads."""
     offset = data_offset
     for tensor in plan.tensors:
         *outer, columns = tensor.mapped.shape
-        rows = outer[0] if outer else 1
-        unit = spec.head_dim if tensor.mapped.change in ("heads_q", "heads_k") else 1
+        rows = math.prod(outer)
+        unit = plan.head_dim if tensor.mapped.change in ("heads_q", "heads_k") else 1
         step = max(1, BLOCK_ELEMENTS // (columns * unit)) * unit
         row_bytes = tensor_bytes(tensor.type, (columns,))
         for start in range(0, rows, step):
@@ -94,8 +94,8 @@ def blocks(plan: Plan, spec: ModelSpec, data_offset: int) -> Iterator[Block]:
 class Worker:
     """Does one block at a time; shared by the pool's threads, each with buffers of its own."""
 
-    def __init__(self, descriptor: int, spec: ModelSpec, files: Files):
-        self._descriptor, self._spec, self._files = descriptor, spec, files
+    def __init__(self, descriptor: int, plan: Plan, files: Files):
+        self._descriptor, self._plan, self._files = descriptor, plan, files
         self._buffers = Buffers()
 
     def run(self, block: Block) -> None:
@@ -110,7 +110,7 @@ class Worker:
         if tensor.stored is None:
             return np.array(tensor.mapped.values, np.float32)
         raw = self._read(block)
-        offset = self._spec.norm_offset if tensor.mapped.change == "offset" else 0.0
+        offset = self._plan.norm_offset if tensor.mapped.change == "offset" else 0.0
         if tensor.type == tensor.stored.dtype and not offset:
             return raw
         values = self._buffers.get("values", np.float32, raw.size).reshape(raw.shape)
@@ -131,7 +131,7 @@ class Worker:
         if change not in ("heads_q", "heads_k"):
             return raw.reshape(count, columns)
         # (heads, half, pair, D) -> (heads, pair, half, D): channel 2i + p of a head is what was channel i of half p.
-        halves = raw.reshape(-1, 2, self._spec.head_dim // 2, columns)
+        halves = raw.reshape(-1, 2, self._plan.head_dim // 2, columns)
         reordered = self._buffers.get("reordered", dtype, count * columns)
         np.copyto(reordered.reshape(halves.shape[0], -1, 2, columns), halves.swapaxes(1, 2))
         return reordered.reshape(count, columns)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.convert.ggml_types import tensor_bytes, type_ids
-from edgeinfer.convert.gguf_metadata import KeyValue
 from edgeinfer.convert.gguf_names import Mapped
-from edgeinfer.convert.gguf_write import TensorEntry, padded, write_header
+from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded, write_header
 from edgeinfer.convert.targets import Target
 from edgeinfer.errors import BadRequest, ConversionFailed
 
@@ -34,24 +33,25 @@ class Choice:
     wanted: str
 
 
-def choose_types(target: Target, architecture: str, values: Sequence[KeyValue], tensors: Sequence[Mapped]) -> dict[str, Choice]:
-    """The type of every tensor by name. ``values`` are the hyper-parameters, without the vocabulary."""
+def choose_types(target: Target, metadata: Metadata, tensors: Sequence[Mapped]) -> dict[str, Choice]:
+    """The type of every tensor by name. ``metadata`` needs the hyper-parameters only, no vocabulary."""
     if target.plain:
         return {tensor.name: Choice(*[target.name if len(tensor.shape) > 1 else "F32"] * 2) for tensor in tensors}
-    used = _ask(target, architecture, values, tensors, row_multiple=1)
-    wanted = _ask(target, architecture, values, tensors, row_multiple=LARGEST_BLOCK)
+    used = _ask(target, metadata, tensors, row_multiple=1)
+    wanted = _ask(target, metadata, tensors, row_multiple=LARGEST_BLOCK)
     return {name: Choice(used[name], wanted[name]) for name in used}
 
 
-def _ask(target: Target, architecture: str, values: Sequence[KeyValue], tensors: Sequence[Mapped], row_multiple: int) -> dict[str, str]:
+def _ask(target: Target, metadata: Metadata, tensors: Sequence[Mapped], row_multiple: int) -> dict[str, str]:
     entries = []
     for tensor in tensors:
-        rows, name = tensor.shape[-1], "F16" if len(tensor.shape) > 1 else "F32"
-        shape = (SKELETON_ROWS, -(-rows // row_multiple) * row_multiple) if len(tensor.shape) > 1 else (rows,)
+        row, name, shape = tensor.shape[-1], "F32", tensor.shape
+        if len(shape) > 1:
+            name, shape = "F16", (*shape[:-2], SKELETON_ROWS, -(-row // row_multiple) * row_multiple)
         entries.append(TensorEntry(tensor.name, shape, type_ids()[name], tensor_bytes(name, shape)))
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         path = Path(folder) / "skeleton.gguf"
-        data = write_header(path, architecture, values, entries)
+        data = write_header(path, metadata, entries)
         with open(path, "r+b") as file:
             file.truncate(data + sum(padded(entry.nbytes) for entry in entries))
         log = dry_run(path, target)

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgeinfer.errors import ConversionFailed, ModelDamaged
+from edgeinfer.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from edgeinfer.convert.vocab import GGUFVocab
 
 # A decode maps the whole file into memory; above this size only the tensors' names and shapes are tried.
 DECODE_UP_TO = 512 * 1024**2
 CONTEXT = 64
 PROBE = "The quick brown fox, 1 2 3."
 PROBE_TOKENS = 8
+
+
+def verify_file(path: Path, checkpoint: Checkpoint | None, vocab: GGUFVocab | None, progress: Callable[[int], None]) -> tuple[str, ...]:
+    """Everything tested on ``path``, in words; with a checkpoint, its tokenizer and template too. ``progress`` gets bytes, the file's size in all.
+
+    Raises `ConversionFailed` with the first thing that is wrong.
+    """
+    size = path.stat().st_size
+    checks = [try_model(path, decode=size <= DECODE_UP_TO)]
+    progress(size // 2)
+    if checkpoint is not None:
+        from edgeinfer.convert.parity import check_template, check_tokenizer
+
+        check_tokenizer(checkpoint, path, vocab=vocab)
+        checks.append("its tokenizer gives the source's ids")
+        if checkpoint.chat_template:
+            check_template(checkpoint, path, vocab=vocab)
+            checks.append("its chat template gives the source's ids")
+    progress(size - size // 2)
+    return tuple(checks)
 
 
 def try_model(path: Path, *, decode: bool) -> str:
