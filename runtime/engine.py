@@ -30,6 +30,11 @@ class EngineCounters:
     generated_tokens: int = 0
     preemptions: int = 0
 
+    @property
+    def inside(self) -> int:
+        """Requests queued or running."""
+        return self.submitted - self.finished - self.cancelled - self.failed
+
 
 class EngineCore:
     """Everything between the queue of requests and the backend. Call from one thread only."""
@@ -47,8 +52,7 @@ class EngineCore:
         return self._scheduler.has_work
 
     def submit(self, seq: Sequence) -> None:
-        """Queue a sequence whose prompt is known to fit the context."""
-        self.counters.submitted += 1
+        """Queue a sequence whose prompt is known to fit the context; whoever calls has counted it."""
         if seq.params.max_tokens == 0:
             self._scheduler.add(seq)
             self._end(seq, Status.EXHAUSTED)

@@ -33,6 +33,9 @@ class Scheduler:
         self._options = options
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []                # in order of admission: the last is the youngest
+        # After a preemption nobody is let in until a sequence leaves: the one just put out would come straight back, and the two could take the
+        # last cells from each other for ever.
+        self._full = False
 
     @property
     def has_work(self) -> bool:
@@ -57,7 +60,7 @@ class Scheduler:
         return StepPlan(tuple(_chunk(seq, 1) for seq in decoding), tuple(prefills))
 
     def _admit(self) -> None:
-        while self.waiting:
+        while self.waiting and not self._full:
             seq = self.waiting[0]
             lease = self._slots.acquire(seq.tokens)
             if lease is None:
@@ -80,11 +83,13 @@ class Scheduler:
         assert seq.slot is not None      # a running sequence always has one
         self._slots.release(seq.slot, 0, keep=False)
         seq.preempted()
+        self._full = True
         self.waiting.appendleft(seq)
         return seq
 
     def remove(self, sequence: Sequence, *, keep: bool) -> None:
         """The sequence is over, wherever it was. ``keep`` leaves its KV as cache."""
+        self._full = False
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             assert sequence.slot is not None

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -96,13 +97,8 @@ class Engine:
         self.info: BackendInfo = backend.info
         self.vocab = backend.vocab
         self._options = options
-        source = chat_template or backend.vocab.chat_template
-        bos, eos = backend.vocab.bos_id, backend.vocab.eos_id
-        self._template = ChatTemplate(
-            source or "",
-            bos_text=backend.vocab.token_text(bos) if bos is not None else "",
-            eos_text=backend.vocab.token_text(eos) if eos is not None else "",
-        )
+        self._chat_template_source = chat_template or backend.vocab.chat_template
+        self._submitting = threading.Lock()
         core = EngineCore(backend, options)
         self.counters: EngineCounters = core.counters
         self._core = core
@@ -117,7 +113,7 @@ class Engine:
 
         ``sampling`` are fields of `SamplingParams`, over ``params``, over the defaults. Raises `BadRequest` and its kin at once.
         """
-        return self._submit(encode_chat(self.vocab, self._template, list(messages)), SamplingParams.of(params, **sampling))
+        return self._submit(self._encode(messages), SamplingParams.of(params, **sampling))
 
     def generate(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **sampling: Any) -> Stream:
         """Continue a raw prompt: text (markers in it are honoured) or token ids taken as they are."""
@@ -126,7 +122,7 @@ class Engine:
 
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Prompt tokens that `chat` would send for these messages."""
-        return len(encode_chat(self.vocab, self._template, list(messages)))
+        return len(self._encode(messages))
 
     # ------------------------------------------------------------------------------------------------------------- lifetime
 
@@ -146,6 +142,19 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------------ internals
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        # Made when the first chat asks for it: a model without one, or with a broken one, can still continue raw prompts.
+        bos, eos = self.vocab.bos_id, self.vocab.eos_id
+        return ChatTemplate(
+            self._chat_template_source,
+            bos_text=self.vocab.token_text(bos) if bos is not None else "",
+            eos_text=self.vocab.token_text(eos) if eos is not None else "",
+        )
+
+    def _encode(self, messages: Iterable[Mapping[str, Any]]) -> list[int]:
+        return encode_chat(self.vocab, self._template, list(messages))
+
     def _checked(self, prompt: Iterable[int]) -> list[int]:
         tokens = [int(token) for token in prompt]
         bad = next((token for token in tokens if not 0 <= token < self.info.n_vocab), None)
@@ -161,9 +170,6 @@ class Engine:
         bad = next((token for token in params.logit_bias if not 0 <= token < self.info.n_vocab), None)
         if bad is not None:
             raise BadRequest(f"logit_bias names token {bad}, outside the vocabulary of {self.info.n_vocab:,}.")
-        inside = self.counters.submitted - self.counters.finished - self.counters.cancelled - self.counters.failed
-        if inside >= self._options.max_waiting:
-            raise EngineBusy(f"{inside} requests are already queued or running; try again later.")
         stream = Stream()
         # The engine must not keep a stream alive that nobody reads: dropping it is one way to cancel.
         reader = weakref.ref(stream)
@@ -186,7 +192,12 @@ class Engine:
             if sequence.status is Status.RUNNING and not sequence.is_decoding:
                 core.backend.abort()                     # a prompt is being read: do not wait for the end of the chunk
 
+        with self._submitting:
+            inside = self.counters.inside
+            if inside >= self._options.max_waiting:
+                raise EngineBusy(f"{inside} requests are already queued or running; try again later.")
+            loop.post(lambda: core.submit(sequence))
+            self.counters.submitted += 1
         stream._bind(sequence, cancel, self)
-        loop.post(lambda: core.submit(sequence))
         return stream
 

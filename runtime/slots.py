@@ -65,11 +65,14 @@ class SlotTable:
         wanted = len(tokens) - 1
         donor, shared = self._donor(tokens, wanted)
         usable = self._backend.reusable(donor.index, donor.length, shared) if donor else 0
+        miss = self._miss(donor, wanted, shared, usable)
         target = self._target(idle, donor, usable)
         reused = self._fill(target, donor, usable)
+        if reused < usable:
+            miss = "this model's memory cannot be cut back to a prefix"
         self._tick += 1
         target.tokens, target.length, target.busy, target.last_used = tokens, reused, True, self._tick
-        return Lease(target.index, reused, self._miss(reused, wanted, shared, usable))
+        return Lease(target.index, reused, miss)
 
     def release(self, index: int, length: int, *, keep: bool = True) -> None:
         """The owner is done. Its first ``length`` tokens stay as cache unless ``keep`` is False."""
@@ -122,15 +125,14 @@ class SlotTable:
         self._backend.copy_prefix(donor.index, target.index, usable)
         return usable
 
-    def _miss(self, reused: int, wanted: int, shared: int, usable: int) -> str | None:
-        if reused >= wanted:
+    def _miss(self, donor: Slot | None, wanted: int, shared: int, usable: int) -> str | None:
+        """Why the KV will not be reused as far as one might hope; None when the prompt just continues what is cached."""
+        if usable == wanted:
             return None
         if not any(slot.length for slot in self.slots):
             return "nothing is cached yet"
+        if donor is None:
+            return "no cached conversation starts with these tokens"
         if usable < shared:
             return f"the sliding window has moved past the {shared} shared tokens"
-        if reused < usable:
-            return "this model's memory cannot be cut back to a prefix"
-        if not shared:
-            return "no cached conversation starts with these tokens"
-        return None if reused == shared else f"the cached conversation differs from token {shared} on"
+        return f"the cached conversation differs from token {shared} on" if shared < donor.length else None

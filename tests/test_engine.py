@@ -189,13 +189,13 @@ def test_the_same_prompt_again_recomputes_one_token_and_answers_the_same(engines
 
 def test_a_miss_says_why(engines) -> None:
     engine = start(engines, ScriptedBackend([b"ok"], max_slots=1))
-    texts = ["aaaa", "bbbb", "bbcc"]
+    texts = ["aaaa", "bbbb", "bbcc", "bbcc!"]
     reasons = []
     for text in texts:
         stream = engine.generate(text)
         stream.text()
         reasons.append(stream.usage.cache_miss)
-    assert reasons == ["nothing is cached yet", "no cached conversation starts with these tokens", None]
+    assert reasons == ["nothing is cached yet", "no cached conversation starts with these tokens", "the cached conversation differs from token 2 on", None]
 
 
 def test_a_running_conversation_lends_its_prefix(engines) -> None:

@@ -18,12 +18,11 @@ import numpy as np
 
 from edgeinfer.errors import BadRequest, BackendFailed, DeviceUnavailable, OutOfMemory
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
-from edgeinfer.models.memory import kv_bytes_per_token
+from edgeinfer.models.memory import KV_TYPES, kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama
 from edgeinfer.runtime.backends.llama_vocab import LlamaVocab
 from edgeinfer.runtime.values import BackendInfo, Chunk, StepPlan, StepResult
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _OK, _NO_ROOM, _ABORTED = 0, 1, 2                        # what llama_decode returns; below zero the call failed
 
 
@@ -125,7 +124,7 @@ class LlamaCppBackend:
             max_slots=options.parallel,
             max_batch=lib.llama_n_batch(self._context),
             kv_type=k if k == v else f"{k}/{v}",
-            kv_bytes_per_token=kv_bytes_per_token(header, k, v),
+            kv_bytes_per_token=kv_bytes_per_token(header, type_k=k, type_v=v),
             weight_bytes=lib.llama_model_size(model.handle),
             can_truncate=not lib.llama_model_is_recurrent(model.handle),
             can_copy_prefix=not lib.llama_model_is_recurrent(model.handle),
