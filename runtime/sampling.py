@@ -1,10 +1,11 @@
 """Choosing the next token from one row of logits.
 
-The chain is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature, draw. Everything is exact, and nothing sorts the whole row. The rule
-that makes it fast: whatever survives lies at or above some floor below the maximum, so one comparison pass finds a short list, and only that is sorted.
-A row is a float32 array of shape (n_vocab,). It is often a view into native memory and is never modified. -inf in it is a mask; NaN and +inf are faults.
+The chain is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature, draw. Everything is exact, and the whole row is never sorted: one pass
+takes the maximum of each of a few hundred groups, and the k-th largest of those is a floor under at least k logits, so only what lies above it is looked
+at again. A row is a float32 array of shape (n_vocab,). It is often a view into native memory and is never modified. -inf in it is a mask; NaN and +inf
+are faults.
 
-Order between equal logits is by token id, so a result does not depend on how a list happened to be partitioned.
+Between equal logits the lower id wins, so a result does not depend on how a list happened to be partitioned.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 from edgeinfer.errors import BackendFailed, BadRequest
 from edgeinfer.runtime.values import SamplingParams
 
-_FIRST_DEPTH = 8.0                        # logits below the maximum at which the search for the top k starts
-_WIDENINGS = 4                            # doublings before the whole row becomes the short list
+_GROUP = 64                               # logits to a group; 16 to 256 are equally fast
 _LARGEST_LOGIT = 1e30                     # where edited logits are capped: far above any real one, far below float32's overflow
+_LOWEST_TEMPERATURE = 1e-30               # below it nothing changes: any difference in logits is already infinite
 
 
 def random_seed() -> int:
@@ -49,73 +50,78 @@ def largest(row: np.ndarray) -> float:
     return top
 
 
-def top_k(row: np.ndarray, k: int, top: float, depth: float = _FIRST_DEPTH) -> np.ndarray:
-    """Ids of the ``k`` largest logits, ascending by id; fewer when fewer are not masked. ``top`` is the row's maximum.
+def top_k(row: np.ndarray, k: int) -> np.ndarray:
+    """Ids (ascending) of the ``k`` largest logits, 1 <= k; fewer when fewer are not masked."""
+    groups = min(len(row) // 2, max(len(row) // _GROUP, 4 * k))
+    if groups < k:
+        floor = np.float32(-np.inf)
+    else:
+        size = len(row) // groups
+        peaks = row[: groups * size].reshape(size, groups).max(axis=0)
+        floor = np.partition(peaks, groups - k)[groups - k]
+    ids = np.flatnonzero(row >= floor) if floor > -np.inf else np.flatnonzero(row > -np.inf)
+    return keep_largest(row, ids, k)
 
-    ``depth`` is where to look first; it changes the time, never the result: a floor that leaves at least k entries cannot have hidden one of them.
-    """
-    ids = _at_least(row, top, depth, lambda ids: len(ids) >= k)
-    if len(ids) <= k:
+
+def keep_largest(row: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
+    """Those of ``ids`` (ascending) with the ``count`` largest logits, still ascending."""
+    if len(ids) <= count:
         return ids
     values = row[ids]
-    kth = np.partition(values, len(ids) - k)[len(ids) - k]
-    above = values > kth
-    equal = np.flatnonzero(values == kth)[: k - int(np.count_nonzero(above))]
-    above[equal] = True
-    return ids[above]
-
-
-def sort_by_logit(row: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """``ids`` (ascending) reordered from the most to the least likely."""
-    return ids[np.argsort(-row[ids], kind="stable")]
+    lowest = np.partition(values, len(ids) - count)[len(ids) - count]
+    kept = values > lowest
+    kept[np.flatnonzero(values == lowest)[: count - int(np.count_nonzero(kept))]] = True
+    return ids[kept]
 
 
 def nucleus_size(logits: np.ndarray, p: float, top: float, mass: float) -> int:
-    """How many of the descending ``logits`` top-p keeps: the fewest whose probability reaches ``p``.
+    """How many of the largest ``logits`` top-p keeps: the fewest whose probability reaches ``p``.
 
-    ``mass`` is the sum of exp(logit - top) over everything that competes, of which ``logits`` may be only the head.
+    ``mass`` is the sum of exp(logit - top) over all that compete; ``logits`` may leave out some of the least likely of them.
     """
-    reached = np.cumsum(np.exp(logits - top, dtype=np.float64))
+    reached = np.cumsum(np.exp(np.sort(logits)[::-1] - np.float32(top)), dtype=np.float64)
     return min(int(np.searchsorted(reached, p * mass)) + 1, len(logits))
 
 
-def mass_of(row: np.ndarray, top: float) -> float:
+def mass_of(logits: np.ndarray, top: float) -> float:
     """Sum of exp(logit - top): the softmax denominator."""
-    return float(np.exp(row - np.float32(top)).sum(dtype=np.float64))
+    return float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))
 
 
-def survivors(row: np.ndarray, params: SamplingParams, top: float, depth: float = _FIRST_DEPTH) -> np.ndarray:
-    """Ids that top-k, top-p and min-p leave, most likely first (by id when none of the three is on). Never empty."""
-    limited, nucleus = 0 < params.top_k < len(row), params.top_p < 1
-    # Nothing under this floor survives min-p, which comes last but does not depend on what the others keep: the most likely token always stays.
+def survivors(row: np.ndarray, params: SamplingParams, top: float) -> np.ndarray:
+    """Ids (ascending) that top-k, top-p and min-p leave; ``top`` is the row's maximum, and one that has it always stays."""
+    limited = 0 < params.top_k < len(row)
+    # min-p comes last, but its floor does not depend on what the others keep: the most likely token always stays.
     floor = np.float32(top + math.log(params.min_p)) if params.min_p > 0 else None
-    mass = 0.0
-    if limited:
-        ids = top_k(row, params.top_k, top, depth)
-        if nucleus:
-            mass = mass_of(row[ids], top)
+    ids = top_k(row, params.top_k) if limited else None
+    if params.top_p < 1:
+        logits = row[ids] if limited else row
+        mass = mass_of(logits, top)
         if floor is not None:
-            ids = ids[row[ids] >= floor]
-    else:
-        if nucleus:
-            mass = mass_of(row, top)
-        if floor is not None:
-            ids = np.flatnonzero(row >= floor)
-        elif nucleus:
-            # The margin covers rounding in two sums of the same numbers: too wide a list costs time, too narrow a one would be wrong.
-            wanted = params.top_p * mass * (1 + 1e-5)
-            ids = _at_least(row, top, depth, lambda ids: mass_of(row[ids], top) >= wanted)
-        else:
-            return np.flatnonzero(row > -np.inf)
-    ids = sort_by_logit(row, ids)
-    return ids[: nucleus_size(row[ids], params.top_p, top, mass)] if nucleus else ids
+            ids = ids[logits >= floor] if limited else np.flatnonzero(row >= floor)
+        elif ids is None:
+            ids = _head(row, params.top_p, top, mass)
+        return keep_largest(row, ids, nucleus_size(row[ids], params.top_p, top, mass))
+    if floor is not None:
+        return ids[row[ids] >= floor] if limited else np.flatnonzero(row >= floor)
+    return ids if limited else np.flatnonzero(row > -np.inf)
+
+
+def _head(row: np.ndarray, p: float, top: float, mass: float) -> np.ndarray:
+    """Ids (ascending) of the likeliest tokens, surely with probability ``p`` together; found by lowering a floor."""
+    for depth in (2, 4, 8, 16):
+        ids = np.flatnonzero(row >= np.float32(top - depth))
+        # The margin covers rounding in two sums of the same numbers: too long a list costs time, too short a one would be wrong.
+        if mass_of(row[ids], top) >= p * mass * (1 + 1e-5):
+            return ids
+    return np.flatnonzero(row > -np.inf)
 
 
 def draw(logits: np.ndarray, temperature: float, top: float, uniform: float) -> int:
     """Index into ``logits`` drawn from their softmax at ``temperature`` (above 0), by a number ``uniform`` in [0, 1)."""
     with np.errstate(over="ignore", under="ignore"):        # a tiny temperature sends every other logit to -inf, as it should
-        weights = np.exp((logits.astype(np.float64) - top) / temperature)
-    reached = np.cumsum(weights)
+        weights = np.exp((logits - np.float32(top)) / np.float32(max(temperature, _LOWEST_TEMPERATURE)))
+    reached = np.cumsum(weights, dtype=np.float64)
     return min(int(np.searchsorted(reached, uniform * reached[-1], side="right")), len(logits) - 1)
 
 
@@ -124,16 +130,6 @@ def penalise(logits: np.ndarray, counts: np.ndarray, params: SamplingParams) -> 
     # Dividing would reward a token whose logit is negative.
     penalised = np.where(logits > 0, logits / params.repeat_penalty, logits * params.repeat_penalty)
     return penalised - (counts * params.frequency_penalty + params.presence_penalty)
-
-
-def _at_least(row: np.ndarray, top: float, depth: float, enough) -> np.ndarray:
-    """Ids (ascending) at or above a floor under ``top``, the floor lowered until ``enough(ids)``; all that are not masked at last."""
-    for _ in range(_WIDENINGS):
-        ids = np.flatnonzero(row >= np.float32(top - depth))
-        if enough(ids):
-            return ids
-        depth *= 2
-    return np.flatnonzero(row > -np.inf)
 
 
 def _unusable(row: np.ndarray) -> BackendFailed:
@@ -216,7 +212,6 @@ class Sampler:
         penalised = params.repeat_last_n != 0 and (params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0)
         self._recent = RecentTokens(None if params.repeat_last_n < 0 else params.repeat_last_n, prompt) if penalised else None
         self._edited = np.empty(n_vocab, np.float32) if penalised or len(self._bias_ids) else None
-        self._depth = _FIRST_DEPTH
 
     def sample(self, row: np.ndarray) -> int:
         """The next token. Changes the random state, not the row and not the penalties. Raises `BackendFailed` for logits that are not numbers."""
@@ -224,7 +219,7 @@ class Sampler:
         if self.params.temperature == 0:
             return argmax(row)
         top = largest(row)
-        ids = survivors(row, self.params, top, self._depth)
+        ids = survivors(row, self.params, top)
         return int(ids[draw(row[ids], self.params.temperature, top, self._random.random())])
 
     def accept(self, token: int) -> None:
