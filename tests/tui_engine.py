@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from edgeinfer.errors import EngineClosed
@@ -30,31 +30,6 @@ class Answer:
     cache_miss: str | None = None
     delay: float = 0.0                     # seconds between pieces; only for pictures and people
     release: threading.Event = field(default_factory=threading.Event)
-
-
-class _Events:
-    """Iterable both ways, as the engine's streams are."""
-
-    def __init__(self, items: queue.SimpleQueue[Event]):
-        self._items = items
-
-    def __iter__(self):
-        while True:
-            event = self._items.get()
-            yield event
-            if isinstance(event, (Finished, Failed)):
-                return
-
-    async def __aiter__(self):
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                event = self._items.get_nowait()
-            except queue.Empty:
-                event = await loop.run_in_executor(None, self._items.get)
-            yield event
-            if isinstance(event, (Finished, Failed)):
-                return
 
 
 class ScriptedStream:
@@ -94,8 +69,15 @@ class ScriptedStream:
         else:
             self._items.put(Finished(answer.reason, self.usage, self.timings))
 
-    def events(self) -> _Events:
-        return _Events(self._items)
+    async def aevents(self) -> AsyncIterator[Event]:
+        while True:
+            try:
+                event = self._items.get_nowait()
+            except queue.Empty:
+                event = await asyncio.get_running_loop().run_in_executor(None, self._items.get)
+            yield event
+            if isinstance(event, (Finished, Failed)):
+                return
 
     def cancel(self) -> None:
         self.cancelled.set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import ClassVar, Protocol
 
 from textual import work
 from textual.app import App, ComposeResult
@@ -19,6 +19,7 @@ from edgeinfer.runtime.values import (
 )
 from edgeinfer.tui import commands, themes
 from edgeinfer.tui.feed import batches
+from edgeinfer.tui.keys import distinguish_alt_enter
 from edgeinfer.tui.messages import LinkChosen, PromptSubmitted, ScrollRequested
 from edgeinfer.tui.readings import Phase, Readings, summary
 from edgeinfer.tui.session import ChatSession, Turn, TurnState
@@ -38,7 +39,7 @@ class ChatStream(Protocol):
     timings: Timings
     progress: PrefillProgress | None
 
-    def events(self) -> Any:
+    def aevents(self) -> AsyncIterator[Event]:
         """Asynchronous iterator of the events, the last of which is `Finished` or `Failed`."""
         ...
 
@@ -87,6 +88,7 @@ class ChatApp(App[None]):
         theme: str | None = None,
     ) -> None:
         super().__init__()
+        distinguish_alt_enter()
         for known in (themes.DARK, themes.LIGHT):
             self.register_theme(known)
         self.theme = theme if theme in self.available_themes else themes.preferred(os.environ)
@@ -154,19 +156,19 @@ class ChatApp(App[None]):
     @work
     async def _load(self) -> None:
         def load() -> ChatEngine:
-            engine = self._loader()
-            # Quitting does not wait for the load, so a load that ends later finds nobody else to close its engine.
+            self._engine = engine = self._loader()
+            # The screen may have been left meanwhile; whichever of the two comes last closes the engine.
             if self._closing:
                 engine.close()
             return engine
 
         try:
-            self._engine = await asyncio.to_thread(load)
+            engine = await asyncio.to_thread(load)
         except EdgeInferError as error:
             self.load_error = error
             self.exit(return_code=error.exit_status)
             return
-        info = self._engine.info
+        info = engine.info
         title = self.query_one(TitleLine)
         title.info = info
         title.model = info.model or self._model_name
@@ -186,18 +188,18 @@ class ChatApp(App[None]):
         await asyncio.to_thread(self.close_engine)
 
     @work
-    async def _answer(self, turn: Turn) -> None:
+    async def _answer(self, engine: ChatEngine, turn: Turn) -> None:
         """Run the last turn of the session and show it as it comes."""
-        engine = self._engine
         answer = await self._view.add_answer()
         try:
+            # In a thread: rendering and tokenising a long conversation takes a moment.
             self._stream = stream = await asyncio.to_thread(engine.chat, self.session.messages(), self.session.params)
         except EdgeInferError as error:
             await self._fail(turn, answer, error, Usage(), Timings())
             return
         if self._phase is Phase.STOPPING:
             stream.cancel()
-        async for batch in batches(stream.events()):
+        async for batch in batches(stream.aevents()):
             await self._receive(turn, answer, batch)
 
     async def _receive(self, turn: Turn, answer: AnswerMessage, batch: Iterable[Event]) -> None:
@@ -251,7 +253,7 @@ class ChatApp(App[None]):
         command = commands.split(message.text)
         if command is not None:
             await self._command(*command)
-        elif self._phase is Phase.LOADING:
+        elif self._engine is None or self._phase is Phase.LOADING:
             self._hint("The model is still loading; the draft is kept.")
         elif self.answering:
             self._hint("An answer is running; Esc stops it. The draft is kept.")
@@ -262,7 +264,7 @@ class ChatApp(App[None]):
             self._stream = None
             self._enter(Phase.WAITING)
             await self._view.add_user(message.text)
-            self._answer(turn)
+            self._answer(self._engine, turn)
 
     async def _command(self, name: str, argument: str) -> None:
         context = commands.Context(self.session, self._engine.info if self._engine else None, tuple(sorted(self.available_themes)))
@@ -287,7 +289,7 @@ class ChatApp(App[None]):
                 self.exit()
 
     async def _regenerate(self) -> None:
-        if self._engine is None or self.answering:
+        if self._engine is None or self._phase is not Phase.IDLE:
             self._hint("An answer is running; Esc stops it." if self.answering else "The model is still loading.")
             return
         turn = self.session.ask_again()
@@ -297,7 +299,7 @@ class ChatApp(App[None]):
         await self._view.drop_last_answer()
         self._stream = None
         self._enter(Phase.WAITING)
-        self._answer(turn)
+        self._answer(self._engine, turn)
 
     async def _copy_answer(self) -> None:
         answers = [turn.answer for turn in self.session.turns if turn.answer]

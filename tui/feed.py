@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SHORTEST_PAUSE = 0.1    # seconds between two drawings: ten a second read as continuous
-LONGEST_PAUSE = 0.8
+LONGEST_PAUSE = 0.5
 DRAWING_SHARE = 0.08    # of one core, at most: the engine computes on all of them, and its slowest thread sets the pace
 
 
@@ -25,29 +25,33 @@ async def batches(events: AsyncIterable[T]) -> AsyncIterator[list[T]]:
     The first comes at once; after that the pause between two follows from the processor time that this thread (all drawing included) spent on the last.
     """
     arrived: list[T] = []
-    something = asyncio.Event()
+    something, reading = asyncio.Event(), asyncio.Event()
 
     async def collect() -> None:
         try:
             async for event in events:
                 arrived.append(event)
                 something.set()
+                # Closed while the screen is drawn: events wait in their queue, and the engine's thread need not wake this one for each.
+                await reading.wait()
         finally:
             something.set()
 
     collector = asyncio.ensure_future(collect())
     try:
         while True:
+            reading.set()
+            await asyncio.sleep(0)           # lets the collector take all that is queued, not just the event it stopped at
             await something.wait()
             something.clear()
+            reading.clear()
             batch, arrived[:] = arrived[:], []
             if batch:
-                spent = time.thread_time()
+                before = time.thread_time()
                 yield batch
-                # The widgets' layout and paint happen after the yield returns, in the loop; one turn of it is enough to catch most of them.
-                await asyncio.sleep(0.02)
-                pause = pause_after(time.thread_time() - spent)
-                await asyncio.wait([collector], timeout=pause - 0.02)
+                # Layout and paint happen in the event loop after the yield returns; half the shortest pause is enough to see most of their cost.
+                await asyncio.sleep(SHORTEST_PAUSE / 2)
+                await asyncio.sleep(pause_after(time.thread_time() - before) - SHORTEST_PAUSE / 2)
             elif collector.done():
                 collector.result()
                 return

@@ -58,13 +58,13 @@ def activity(readings: Readings) -> str:
         case Phase.PREFILL if readings.progress is not None:
             done, total, cached = readings.progress.done, readings.progress.total, readings.progress.cached
             speed = 1e3 * (done - cached) / readings.progress.elapsed_ms if readings.progress.elapsed_ms > 0 else 0.0
-            return f"reading {_bar(done / total if total else 0.0, 10)} {done:,}/{total:,}  {rate(speed)}"
+            return f"reading {_bar(done / total if total else 0.0, 10)} {done:,}/{total:,}" + (f"  {rate(speed)}" if speed else "")
         case Phase.PREFILL:
             return "reading the prompt"
         case Phase.DECODE:
             return rate(timings.last_second_per_second)
         case _:
-            return "ready" if not timings.predicted_n else "done"
+            return "ready"
 
 
 def details(readings: Readings) -> list[str]:

@@ -10,9 +10,6 @@ from edgeinfer.runtime.values import BackendInfo
 from edgeinfer.tui.readings import Phase, Readings, activity, context_gauge, details, engine_parts, fit
 from edgeinfer.tui.text import displayable
 
-_RESTING = (Phase.IDLE,)
-
-
 class TitleLine(Widget):
     """Model, engine, device, quantisation and kv type; at the right how full the context is."""
 
@@ -28,12 +25,15 @@ class TitleLine(Widget):
     def render(self) -> Content:
         width = self.size.width
         gauge = context_gauge(self.context_used, self.info.n_ctx if self.info else 0)
-        name = displayable(self.model).replace("\n", " ")
+        parts = list(map(displayable, engine_parts(self.info)))
         room = max(width - len(gauge) - 2, 8)
-        name = name if len(name) <= room else name[: room - 1] + "…"
-        rest = fit([name, *map(displayable, engine_parts(self.info))], room, " · ")[len(name):]
+        # A long name gives way to what runs it, down to a third of the line.
+        longest = max(room - sum(len(part) + 3 for part in parts), width // 3)
+        name = displayable(self.model).replace("\n", " ")
+        name = name if len(name) <= longest else name[: longest - 1] + "…"
+        rest = fit([name, *parts], room, " · ")[len(name):]
         padding = " " * max(width - len(name) - len(rest) - len(gauge), 0)
-        return Content.assemble((name, "bold"), (rest, "$text-muted"), padding, (gauge, "$text-muted"))
+        return Content.assemble((name, "bold $foreground"), rest, padding, gauge)
 
 
 class StatusLine(Widget):
@@ -46,7 +46,7 @@ class StatusLine(Widget):
 
     def render(self) -> Content:
         readings = self.readings
-        head = ("  " if readings.phase in _RESTING else "● ") + activity(readings)
+        resting = readings.phase is Phase.IDLE
+        head = ("○ " if resting else "● ") + activity(readings)
         line = fit([head, *details(readings)], self.size.width, "  ·  " if self.size.width >= 100 else " · ")
-        colour = "$text-muted" if readings.phase in _RESTING else "$text-accent"
-        return Content.assemble((line[: len(head)], colour), (line[len(head):], "$text-muted"))
+        return Content.assemble((line[: len(head)], "" if resting else "$accent"), line[len(head):])
