@@ -48,6 +48,9 @@ class HubListing:
 def _hub() -> ModuleType:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+    import huggingface_hub.utils
 
     return huggingface_hub
 

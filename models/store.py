@@ -132,8 +132,8 @@ def verify(entry: StoreEntry) -> list[str]:
     return problems
 
 
-def add(name: str, files: Mapping[str, Path], *, kind: str, source: str, revision: str = "", move: bool = False) -> StoreEntry:
-    """Make an entry of ``files`` (name within the entry -> file now). Copies (or links, where the file system can), or moves.
+def add(name: str, files: Mapping[str, Path], *, kind: str, source: str, revision: str = "") -> StoreEntry:
+    """Make an entry of ``files`` (name within the entry -> file now), which stay where they are: hard links where the file system can, else copies.
 
     Raises `BadRequest` for a bad or taken name.
     """
@@ -147,7 +147,7 @@ def add(name: str, files: Mapping[str, Path], *, kind: str, source: str, revisio
         for inner, path in sorted(files.items()):
             target = folder / _inside(inner)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _place(path.resolve(strict=True), target, move)
+            _place(path.resolve(strict=True), target)
             stored.append(StoredFile(inner, target.stat().st_size, _sha256(target)))
         created = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = {"format": FORMAT, "kind": kind, "source": source, "revision": revision, "created": created, "files": [asdict(file) for file in stored]}
@@ -193,7 +193,7 @@ def pull(model: str, *, name: str | None = None, offline: bool = False, progress
         if remote.name in files and remote.sha256 is not None and _sha256(files[remote.name].resolve()) != remote.sha256:
             files[remote.name].resolve().unlink()        # or the next try would find it finished
             raise ModelDamaged(f"{remote.name} of {wanted.repo} arrived damaged: its SHA-256 is not the hub's; pull it again.")
-    stored = add(name, files, kind=kind, source=wanted.repo, revision=folder.name, move=True)
+    stored = add(name, files, kind=kind, source=wanted.repo, revision=folder.name)
     shutil.rmtree(cache / ("models--" + wanted.repo.replace("/", "--")), ignore_errors=True)
     return stored
 
@@ -219,10 +219,7 @@ def _inside(name: str) -> PurePosixPath:
     return path
 
 
-def _place(source: Path, target: Path, move: bool) -> None:
-    if move:
-        shutil.move(source, target)
-        return
+def _place(source: Path, target: Path) -> None:
     try:
         os.link(source, target)                          # no second copy on disk where the file system allows it
     except OSError:
