@@ -78,13 +78,15 @@ class ParityResult:
         return not self.mismatches and not self.problems
 
 
-def tokenizer_parity(checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVocab | None = None) -> ParityResult:
+def tokenizer_parity(
+    checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVocab | None = None, reference: Reference | None = None
+) -> ParityResult:
     """Compare ids on the fixed probes, on this vocabulary's markers and on a sample of its tokens, and what is put before and after a text.
 
     ``model`` may be loaded with ``vocab_only``. Raises what `read_vocab` raises when no ``vocab`` is given.
     """
     vocab = vocab or _vocab(checkpoint, model)
-    reference = reference_tokenizer(checkpoint, vocab)
+    reference = reference or reference_tokenizer(checkpoint, vocab)
     mismatches, tolerated = [], []
     tried = probes(_markers(vocab), _stripping(vocab), _samples(vocab, model), approximate=vocab.approximate)
     for probe in tried:
@@ -103,7 +105,9 @@ def tokenizer_parity(checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFV
     return ParityResult(len(tried) + 2, tuple(mismatches), tuple(tolerated), tuple(problems))
 
 
-def template_parity(checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVocab | None = None) -> ParityResult:
+def template_parity(
+    checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVocab | None = None, reference: Reference | None = None
+) -> ParityResult:
     """Compare the stored template with the source's, and the ids of several rendered chats. A checkpoint without a template has nothing to compare."""
     from edgeinfer.models.chat_template import ChatTemplate
 
@@ -114,7 +118,7 @@ def template_parity(checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVo
         return ParityResult(0, problems=() if stored is None else ("The converted file has a chat template, and the source has none.",))
     if stored != source:
         return ParityResult(0, problems=("The chat template in the converted file is not the source's.",))
-    reference = reference_tokenizer(checkpoint, vocab)
+    reference = reference or reference_tokenizer(checkpoint, vocab)
     names = {name: "" if token is None else vocab.tokens[token] for name, token in (("bos_text", vocab.bos_id), ("eos_text", vocab.eos_id))}
     template = ChatTemplate(source, **names)
     texts, refused = [], ""
@@ -133,20 +137,19 @@ def template_parity(checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVo
     )
 
 
-def check_tokenizer(checkpoint: Checkpoint, path: Path, *, vocab: GGUFVocab | None = None) -> ParityResult:
-    """`tokenizer_parity` of a written file. Raises `ConversionFailed` with the first texts that differ."""
-    return _check(checkpoint, path, vocab, tokenizer_parity, "the tokenizer")
-
-
-def check_template(checkpoint: Checkpoint, path: Path, *, vocab: GGUFVocab | None = None) -> ParityResult:
-    """`template_parity` of a written file. Raises `ConversionFailed` with the first chats that differ."""
-    return _check(checkpoint, path, vocab, template_parity, "the chat template")
-
-
-def _check(checkpoint, path, vocab, compare, what: str) -> ParityResult:
+def check_parity(checkpoint: Checkpoint, path: Path, *, vocab: GGUFVocab | None = None) -> tuple[ParityResult, ParityResult]:
+    """`tokenizer_parity` and `template_parity` of a written file. Raises `ConversionFailed` with the first texts or chats that differ."""
     with _opened(path) as model:
         vocab = vocab or _vocab(checkpoint, model)
-        result = compare(checkpoint, model, vocab=vocab)
+        reference = reference_tokenizer(checkpoint, vocab)
+        tokenizer = tokenizer_parity(checkpoint, model, vocab=vocab, reference=reference)
+        _require(tokenizer, vocab, "the tokenizer")
+        template = template_parity(checkpoint, model, vocab=vocab, reference=reference)
+        _require(template, vocab, "the chat template")
+    return tokenizer, template
+
+
+def _require(result: ParityResult, vocab: GGUFVocab, what: str) -> ParityResult:
     if not result.ok:
         shown = [*result.problems, *(one.describe(vocab.tokens) for one in result.mismatches[:3])]
         more = len(result.mismatches) - 3

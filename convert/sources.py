@@ -78,7 +78,7 @@ def from_checkpoint(checkpoint: Checkpoint, target: Target, pre: str | None) -> 
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     mapped = map_tensors(spec, shapes, own_head=checkpoint.has_own_head)
     # llama.cpp recognises some tokenizers' whitespace rules by the model's name.
-    name = spec.name if vocab.name_must_contain in spec.name.lower() else f"{spec.name} {vocab.name_must_contain}"
+    name = vocab.model_name(spec.name)
     keys = gguf_metadata.general(name, file_type=target.number, parameters=parameter_count(mapped)) + gguf_metadata.hyperparameters(spec)
     hyperparameters = Metadata(spec.family, tuple(keys))
     return Source(

@@ -31,12 +31,11 @@ def verify_file(path: Path, checkpoint: Checkpoint | None, vocab: GGUFVocab | No
     checks = [try_model(path, decode=size <= DECODE_UP_TO)]
     progress(size // 2)
     if checkpoint is not None:
-        from edgeinfer.convert.parity import check_template, check_tokenizer
+        from edgeinfer.convert.parity import check_parity
 
-        check_tokenizer(checkpoint, path, vocab=vocab)
+        check_parity(checkpoint, path, vocab=vocab)
         checks.append("its tokenizer gives the source's ids")
         if checkpoint.chat_template:
-            check_template(checkpoint, path, vocab=vocab)
             checks.append("its chat template gives the source's ids")
     progress(size - size // 2)
     return tuple(checks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -68,6 +69,12 @@ class GGUFVocab:
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+    def model_name(self, name: str) -> str:
+        """``name`` as general.name has to be: llama.cpp takes "phi-3" or "phi3" in it for the whitespace rule of that tokenizer, which others must not get."""
+        if self.name_must_contain:
+            return name if self.name_must_contain in name.lower() else f"{name} {self.name_must_contain}"
+        return re.sub("(?i)(phi)-?(?=3)", r"\1 ", name)
 
     def metadata(self) -> list[KeyValue]:
         """The tokenizer.* keys of a GGUF, and ours where llama.cpp has none."""
