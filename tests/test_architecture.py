@@ -27,7 +27,7 @@ DOORS = {
     "jinja2": {"models/chat_template.py"},
     "gguf": {"convert/gguf_write.py"},
     "tokenizers": {"convert/hf_tokenizer.py"},
-    "sentencepiece": {"convert/sentencepiece_model.py"},
+    "sentencepiece": {"convert/sentencepiece_tokenizer.py"},
     "textual": {"tui/"},
     "rich": {"tui/"},
 }
