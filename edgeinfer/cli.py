@@ -389,6 +389,96 @@ def _resolve(name: str, *, offline: bool, want: str = "gguf") -> Any:
     return found
 
 
+def _models(args: argparse.Namespace) -> int:
+    if args.action != "list" and args.name is None:
+        raise BadRequest(f"edgeinfer models {args.action} needs a NAME.")
+    if args.action == "list" and args.name is not None:
+        raise BadRequest(f"edgeinfer models list takes no name; did you mean edgeinfer models show {args.name}?")
+    document = {"list": _models_list, "show": _models_show, "pull": _models_pull, "rm": _models_rm}[args.action](args)
+    if args.json:
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    return 0
+
+
+def _models_list(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from edgeinfer.models import store
+    from edgeinfer.models.catalogue import ENTRIES
+
+    stored = [
+        {"name": entry.name, "kind": entry.kind, "bytes": entry.size, "source": entry.source, "where": "store"} for entry in store.list_entries()
+    ]
+    known = []
+    for entry in ENTRIES.values():
+        packaged = entry.packaged_file()
+        where = f"package {entry.package}" if packaged else f"hub {entry.hub}"
+        known.append({"name": entry.name, "kind": "gguf", "bytes": packaged.stat().st_size if packaged else None, "source": where, "where": "here" if packaged else "hub"})
+    if not args.json:
+        rows = [(row["name"], "" if row["bytes"] is None else _size(row["bytes"]), row["where"], row["source"]) for row in (*stored, *known)]
+        widths = [max(len(row[column]) for row in (("NAME", "SIZE", "WHERE", ""), *rows)) for column in range(3)]
+        for row in (("NAME", "SIZE", "WHERE", "SOURCE"), *rows):
+            print("  ".join((row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2]), row[3])).rstrip())
+        if not stored:
+            print(f"\nThe store ({store.models_folder()}) is empty; edgeinfer models pull NAME fills it.")
+    return [*stored, *known]
+
+
+def _models_show(args: argparse.Namespace) -> dict[str, Any]:
+    from edgeinfer.models.gguf_header import read_header
+    from edgeinfer.models.memory import estimate
+
+    found = _resolve(args.name, offline=True, want="any")
+    if found.kind == "gguf":
+        header = read_header(found.path)
+        source, context, quantization = header, header.get("context_length", 0), header.quantization
+        facts = {"architecture": header.architecture, "quantization": quantization, "parameters": header.parameters, "file_bytes": header.file_size}
+    else:
+        from edgeinfer.models.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint.open(found.path)
+        source, context = checkpoint.spec, checkpoint.spec.max_context
+        facts = {
+            "architecture": checkpoint.spec.architecture, "quantization": "unquantised checkpoint", "parameters": None,
+            "file_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        }
+    ctx = args.ctx_size or min(int(context), 8192) or 4096
+    memory = estimate(source, ctx=ctx, n_seq=args.parallel, kv_type_k=args.cache_type_k, kv_type_v=args.cache_type_v, n_outputs=args.parallel)
+    document = {
+        "name": found.name, "kind": found.kind, "path": str(found.path), "source": found.source, **facts, "context_length": int(context),
+        "memory": {
+            "ctx": ctx, "sequences": args.parallel, "kv_type": f"{args.cache_type_k}/{args.cache_type_v}", "weights": memory.weights, "kv": memory.kv,
+            "compute": memory.compute, "total": memory.total, "kv_bytes_per_token": memory.kv_bytes_per_token, "notes": list(memory.notes),
+        },
+    }
+    if not args.json:
+        parameters = f", {facts['parameters'] / 1e6:,.0f}M parameters" if facts["parameters"] else ""
+        print(f"{found.name}: {facts['architecture']}, {facts['quantization']}{parameters}, trained for {int(context):,} tokens")
+        print(f"path      {found.path} ({_size(facts['file_bytes'])}; from {found.source})")
+        print(f"memory    {_size(memory.total)} for {args.parallel} sequence{'s' if args.parallel > 1 else ''} sharing {ctx:,} tokens with a {args.cache_type_k}/{args.cache_type_v} KV cache:")
+        print(f"          weights {_size(memory.weights)} + KV {_size(memory.kv)} ({memory.kv_bytes_per_token:,} bytes a token) + compute {_size(memory.compute)}")
+        for note in memory.notes:
+            print(f"          {note}")
+    return document
+
+
+def _models_pull(args: argparse.Namespace) -> dict[str, Any]:
+    from edgeinfer.models import store
+
+    with _Progress(quiet=args.json) as progress:
+        entry = store.pull(args.name, offline=args.offline, progress=progress)
+    if not args.json:
+        print(f"{entry.name}: {_size(entry.size)} in {entry.folder}")
+    return {"name": entry.name, "folder": str(entry.folder), "bytes": entry.size, "source": entry.source, "revision": entry.revision}
+
+
+def _models_rm(args: argparse.Namespace) -> dict[str, Any]:
+    from edgeinfer.models import store
+
+    entry = store.remove(args.name)
+    if not args.json:
+        print(f"{entry.name} removed, {_size(entry.size)} freed.")
+    return {"name": entry.name, "bytes": entry.size}
+
+
 def _doctor(args: argparse.Namespace) -> int:
     import platform
     import shutil
