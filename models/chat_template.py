@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -25,11 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from edgeinfer.errors import ChatTemplateError
+from edgeinfer.errors import BadRequest, ChatTemplateError
 from edgeinfer.models.chat_messages import normalise_messages
 from edgeinfer.models.template_budget import Budget, check_brace_format, check_percent_format, check_replace
 
 MAX_SOURCE = 1_000_000                    # characters of template source
+_RESERVED = frozenset({"messages", "bos_token", "eos_token"})
 _PROBE = "edgeinfer-system-probe"
 
 # The methods of strings that templates use. Those that pad to a width, encode or translate are left out: they make much from little.
@@ -37,6 +39,8 @@ _STRING_METHODS = frozenset(
     "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper join lower "
     "lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()
 )
+# What ensure_ascii escapes. Noncharacters are spared: they are how the caller recognises message text in the result.
+_ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _GROWING_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "urlize", "wordwrap", "xmlattr"})
 # Names that no template can write, so that none can call or shadow them.
 _STEP, _MADE, _CONCAT = "step!", "made!", "concat!"
@@ -60,7 +64,7 @@ class ChatTemplate:
         self._tokens = {name: text for name, text in (("bos_token", bos_text), ("eos_token", eos_text)) if text}
         self._template = _running(lambda: _compile(source))
 
-    def render(self, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any) -> str:
+    def render(self, messages: Iterable[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any) -> str:
         """The prompt text for ``messages`` (normalised by `normalise_messages` first).
 
         System messages: a template that refuses or ignores them (found out once, by rendering a probe) gets the leading ones merged into the first user
@@ -68,6 +72,9 @@ class ChatTemplate:
         kwargs: further variables of the template, e.g. ``enable_thinking``.
         Raises `ChatTemplateError` with the template's own message when it refuses, fails, or exceeds its budget, and `BadRequest` for malformed messages.
         """
+        taken = _RESERVED.intersection(kwargs)
+        if taken:
+            raise BadRequest(f"{min(taken)!r} is set by the chat itself and cannot be a template option.")
         normal = normalise_messages(messages)
         if "developer" not in self.source:
             normal = [{**message, "role": "system"} if message["role"] == "developer" else message for message in normal]
@@ -175,7 +182,8 @@ def _raise_exception(message: str) -> None:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     # jinja2's own filter escapes HTML characters, which is not what models were trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPED.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def _printed(value: Any) -> Any:

@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from edgeinfer.errors import BackendFailed, EdgeInferError, ModelNotFound
 
 Progress = Callable[[str, int, int], None]               # what is done ("download user/repo"), bytes here so far, bytes in all
 POLL_SECONDS = 0.2
+ATTEMPTS = 5                                             # at a download whose connection breaks
 GGUF_PATTERNS = ("*.gguf",)
 CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 
@@ -107,11 +109,21 @@ def download(
     if not wanted:
         raise ModelNotFound(f"{repo_id} has no {' or '.join(patterns) or 'files'}.")
     hub = _hub()
-    with _explained(repo_id, revision, cache_dir), _quiet(hub), _watched(hub, repo_id, listing.commit, wanted, progress, cache_dir):
-        folder = hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=list(patterns) or None, cache_dir=cache_dir, endpoint=_endpoint(), local_files_only=False
-        )
-    return Path(folder)
+    with _explained(repo_id, revision, cache_dir, patterns), _quiet(hub), _watched(repo_id, listing.commit, wanted, progress, cache_dir):
+        attempt = 1
+        while True:
+            try:
+                folder = hub.snapshot_download(
+                    repo_id, revision=revision, allow_patterns=list(patterns) or None, cache_dir=_cache_root(cache_dir), endpoint=_endpoint()
+                )
+                return Path(folder)
+            except _network_errors() as error:
+                # Again only after what may pass by itself: not an answer of the server, not a fault of the disk.
+                answered = getattr(error, "response", None) is not None or isinstance(error, hub.errors.EntryNotFoundError)
+                if attempt == ATTEMPTS or answered or _is_disk(error):
+                    raise
+                time.sleep(attempt)
+                attempt += 1
 
 
 def _sha256(lfs: Any) -> str | None:
@@ -124,7 +136,18 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _cache_root(cache_dir: Path | None) -> Path:
-    return Path(cache_dir) if cache_dir is not None else Path(_hub().constants.HF_HUB_CACHE)
+    """The cache's folder by the library's documented rules. Not asked of the library: offline it need not even be imported."""
+    if cache_dir is not None:
+        return Path(cache_dir)
+    chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if chosen:
+        return Path(os.path.expandvars(chosen)).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def _is_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO)
 
 
 def _cached_folder(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path:
@@ -159,7 +182,7 @@ def _quiet(hub: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _watched(
-    hub: ModuleType, repo_id: str, commit: str, wanted: list[HubFile], progress: Progress | None, cache_dir: Path | None
+    repo_id: str, commit: str, wanted: list[HubFile], progress: Progress | None, cache_dir: Path | None
 ) -> Iterator[None]:
     """Report progress by the sizes of the files on disk: the library's own callbacks differ from version to version, its cache layout does not."""
     if progress is None:
@@ -217,7 +240,7 @@ def _network_errors() -> tuple[type[BaseException], ...]:
 
 
 @contextmanager
-def _explained(repo_id: str, revision: str | None, cache_dir: Path | None) -> Iterator[None]:
+def _explained(repo_id: str, revision: str | None, cache_dir: Path | None, patterns: Sequence[str] = ()) -> Iterator[None]:
     """Turn the library's errors into one sentence each."""
     errors = _hub().errors
     try:
@@ -236,11 +259,11 @@ def _explained(repo_id: str, revision: str | None, cache_dir: Path | None) -> It
         raise ModelNotFound(f"{repo_id} has no revision {revision!r}.") from error
     except errors.EntryNotFoundError as error:
         # Also what the library raises, with the true cause attached, when it fell back to its cache and found nothing.
-        raise ModelNotFound(f"{_cause(repo_id, error.__cause__ or error)}{_hint(repo_id, revision, cache_dir)}") from error
+        raise ModelNotFound(f"{_cause(repo_id, error.__cause__ or error)}{_hint(repo_id, revision, cache_dir, patterns)}") from error
     except _network_errors() as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise BackendFailed(f"The disk is full: {repo_id} was not downloaded; free some space and repeat the command to go on.") from error
-        raise ModelNotFound(f"{_cause(repo_id, error)}{_hint(repo_id, revision, cache_dir)}") from error
+        if _is_disk(error):
+            raise BackendFailed(f"{repo_id} cannot be stored in {_cache_root(cache_dir)}: {error}. Free some space or choose another HF_HUB_CACHE.") from error
+        raise ModelNotFound(f"{_cause(repo_id, error)}{_hint(repo_id, revision, cache_dir, patterns)}") from error
 
 
 def _cause(repo_id: str, error: BaseException) -> str:
@@ -253,9 +276,9 @@ def _cause(repo_id: str, error: BaseException) -> str:
     return f"{host} cannot be reached ({type(error).__name__}), so {repo_id} cannot be downloaded; check the network."
 
 
-def _hint(repo_id: str, revision: str | None, cache_dir: Path | None) -> str:
+def _hint(repo_id: str, revision: str | None, cache_dir: Path | None, patterns: Sequence[str]) -> str:
     try:
-        _cached_folder(repo_id, revision, cache_dir)
+        download(repo_id, revision, offline=True, patterns=patterns, cache_dir=cache_dir)
     except ModelNotFound:
         return ""
     return " A copy lies in the local cache: use it with --offline."

@@ -15,9 +15,9 @@ from typing import Any
 
 from edgeinfer.errors import ChatTemplateError
 
-MAX_STEPS = 2_000_000                     # loop turns, calls, filters and tests
+MAX_STEPS = 1_000_000                     # loop turns, calls, filters and tests
 MAX_CHARACTERS = 64_000_000               # all text and list entries made on the way, intermediate ones included
-MAX_ENTRIES = 1_000_000                   # of one list or dictionary, nested ones counted through
+MAX_ENTRIES = 200_000                     # of one list or dictionary, nested ones counted through
 MAX_CPU_SECONDS = 5.0                     # of the rendering thread, so a busy machine does not fail anyone
 MAX_NUMBER = 10_000                       # a width, indent or count given to a filter that makes text longer
 MAX_INTEGER_BITS = 4096
@@ -116,7 +116,6 @@ class Budget:
             factor = len(argument) if isinstance(argument, str) else argument if isinstance(argument, int) else 0
             if factor > 1 and self.weigh(value) * factor > MAX_CHARACTERS:
                 raise refuse(f"made more than {MAX_CHARACTERS:,} characters")
-
 
 
 def check_percent_format(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -72,6 +73,26 @@ def test_a_connection_that_breaks_resumes_where_it_was(monkeypatch: pytest.Monke
     assert ranges[0] is None
     assert [asked for asked in ranges[1:] if asked], "the second request must ask for the rest only"
     assert all(0 < int(asked.split("=")[1].rstrip("-")) <= 100_000 for asked in ranges[1:] if asked)
+
+
+def test_a_download_that_keeps_breaking_is_given_up(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[float] = []
+    monkeypatch.setattr("time.sleep", tries.append)
+
+    def broken(*_args: object, **_options: object) -> str:
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    assert "cannot be reached" in failure("user/model", cache_dir=tmp_path)
+    assert tries == [1, 2, 3, 4]
+
+
+def test_cache_folder_is_the_librarys(tmp_path: Path) -> None:
+    code = "from edgeinfer.models import hub; import huggingface_hub.constants as c; print(hub._cache_root(None) == __import__('pathlib').Path(c.HF_HUB_CACHE))"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_", "XDG_"))}
+    for changes in ({}, {"HF_HOME": str(tmp_path)}, {"HF_HUB_CACHE": str(tmp_path)}, {"HF_HOME": "~/x"}, {"XDG_CACHE_HOME": str(tmp_path)}):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | changes, check=True)
+        assert done.stdout == "True\n", changes
 
 
 def test_progress_ends_at_the_total(server: FakeHub, tmp_path: Path) -> None:
@@ -144,7 +165,9 @@ def test_full_disk_is_said(server: FakeHub, tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    assert "disk is full" in failure("user/model", cache_dir=tmp_path, kind=BackendFailed)
+    message = failure("user/model", cache_dir=tmp_path, kind=BackendFailed)
+    assert "No space left on device" in message
+    assert str(tmp_path) in message
 
 
 # ---------------------------------------------------------------------------------------------------------------------- offline
@@ -174,8 +197,6 @@ print(json.dumps([results, opened]))
 
 
 def watched(code: str, cache: Path, **environment: str) -> tuple[list[object], list[str]]:
-    import os
-
     done = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -30,7 +30,7 @@ REPOS = {
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")          # nobody answers unless a test starts a hub
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return tmp_path / "home"
