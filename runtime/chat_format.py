@@ -15,17 +15,19 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import BadRequest
 from edgeinfer.models.chat_messages import normalise_messages
-from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.backend import Vocab
+
+if TYPE_CHECKING:
+    from edgeinfer.models.chat_template import ChatTemplate
 
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))     # Unicode promises never to assign these 32
 
 
-def encode_chat(vocab: Vocab, template: ChatTemplate, messages: Iterable[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+def encode_chat(vocab: Vocab, template: ChatTemplate, messages: Iterable[Mapping[str, Any]], /, **kwargs: Any) -> list[int]:
     """Token ids of a chat, ready for the model to answer.
 
     One BOS in front when the vocabulary wants one, whether or not the template prints it; otherwise the template alone decides. No EOS is added.
