@@ -20,6 +20,7 @@ import numpy as np
 import tiny_tokenizer
 
 Weights = dict[str, np.ndarray]
+LOCAL_THETA = 4_000.0                                    # of Gemma's windowed layers; not llama.cpp's default of 10,000, so that a lost key shows
 DROP = object()                                          # for `edit`: remove the key
 
 # family -> (architecture, default tokenizer, tied by default, dimensions)
@@ -198,13 +199,13 @@ def _rope(family: str, size: dict[str, int], rope: str | Mapping[str, Any] | Non
         if partial_rotary is not None:
             said["partial_rotary_factor"] = partial_rotary
         if family == "gemma3":
-            return {"rope_parameters": {"full_attention": said, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}}
+            return {"rope_parameters": {"full_attention": said, "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA}}}
         return {"rope_parameters": said} | beside
     if scaling and keys == "type":
         scaling["type"] = scaling.pop("rope_type")
     old: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling or None} | beside
     if family == "gemma3":
-        old["rope_local_base_freq"] = 10_000.0
+        old["rope_local_base_freq"] = LOCAL_THETA
     if partial_rotary is not None:
         old["partial_rotary_factor"] = partial_rotary
     return old
