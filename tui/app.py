@@ -20,7 +20,7 @@ from edgeinfer.runtime.values import (
 from edgeinfer.tui import commands, themes
 from edgeinfer.tui.feed import batches
 from edgeinfer.tui.keys import distinguish_alt_enter
-from edgeinfer.tui.messages import LinkChosen, PromptSubmitted, ScrollRequested
+from edgeinfer.tui.messages import PromptSubmitted, ScrollRequested
 from edgeinfer.tui.readings import Phase, Readings, summary
 from edgeinfer.tui.session import ChatSession, Turn, TurnState
 from edgeinfer.tui.widgets.conversation import ConversationView
@@ -206,7 +206,7 @@ class ChatApp(App[None]):
         batch = list(batch)
         text = "".join(event.text for event in batch if isinstance(event, TextDelta))
         turn.answer += text
-        await answer.extend(text)
+        answer.extend(text)
         match batch[-1]:
             case Finished(reason, usage, timings):
                 self._finish(turn, answer, reason, usage, timings)
@@ -346,8 +346,3 @@ class ChatApp(App[None]):
 
     def on_scroll_requested(self, message: ScrollRequested) -> None:
         self._view.scroll_pages(message.pages)
-
-    def on_link_chosen(self, message: LinkChosen) -> None:
-        # An answer's link may say one thing and lead elsewhere, and a browser may not exist here: show the address and leave it to the reader.
-        self.copy_to_clipboard(message.address)
-        self._hint(f"Copied: {message.address}")

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SHORTEST_PAUSE = 0.1    # seconds between two drawings: ten a second read as continuous
-LONGEST_PAUSE = 0.5
+LONGEST_PAUSE = 0.4
 DRAWING_SHARE = 0.08    # of one core, at most: the engine computes on all of them, and its slowest thread sets the pace
 
 

@@ -19,10 +19,3 @@ class ScrollRequested(Message):
     """Page keys were pressed in an editor that had no use for them. ``pages`` is negative upwards."""
 
     pages: int
-
-
-@dataclass
-class LinkChosen(Message):
-    """A link in an answer was clicked."""
-
-    address: str

@@ -1,71 +1,104 @@
-"""Textual's Markdown, made safe and cheap for text that a model is writing at this moment."""
+"""An answer on the screen: one widget, however long the answer is, because the cost of a layout grows with the number of widgets."""
 
 from __future__ import annotations
 
-from markdown_it import MarkdownIt
-from textual.content import Content
-from textual.highlight import highlight
-from textual.widgets import Markdown
-from textual.widgets._markdown import MarkdownFence, MarkdownTable, MarkdownTableContent
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
 
-from edgeinfer.tui.messages import LinkChosen
-from edgeinfer.tui.text import displayable
-
-# HTML would be parsed and then dropped; as text it stays visible. One parser for all: it keeps no state between documents.
-_PARSER = MarkdownIt("gfm-like", {"html": False, "linkify": False})
-_LONGEST_COLOURED = 20_000    # characters of one code block; colouring repeats while it grows, so its cost must end somewhere
+from edgeinfer.tui.rendering import GrowingMarkdown, Palette
 
 
-class _Fence(MarkdownFence):
-    """Code block that colours only a language it was told: guessing tries every lexer there is, on each update."""
+class AnswerMarkdown(Widget):
+    """Markdown that grows. Its text can be selected with the mouse."""
 
-    @classmethod
-    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
-        words = language.split()
-        if not words or len(code) > _LONGEST_COLOURED:
-            return Content("\n".join(line.expandtabs(4) for line in code.split("\n")))
-        return highlight(code, language=words[0], tab_size=4)
-
-
-class _TableContent(MarkdownTableContent):
-    """Table cells without tooltips: those would send the cell's text through markup."""
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        self._drop_tooltips()
-
-    async def _update_rows(self, updated_rows: list[list[Content]]) -> None:
-        if updated_rows:
-            await super()._update_rows(updated_rows)
-            self._drop_tooltips()
-
-    def _drop_tooltips(self) -> None:
-        for cell in self.children:
-            cell.tooltip = None
-
-
-class _Table(MarkdownTable):
-    def compose(self):
-        self._headers, self._rows = self._get_headers_and_rows()
-        yield _TableContent(self._headers, self._rows)
-
-
-class AnswerMarkdown(Markdown):
-    """A Markdown document that grows. Only its last block is parsed again on `append`."""
-
-    BLOCKS = {**Markdown.BLOCKS, "fence": _Fence, "code_block": _Fence, "table_open": _Table}
+    COMPONENT_CLASSES = {"markdown--heading", "markdown--accent", "markdown--code", "markdown--muted"}
 
     def __init__(self) -> None:
-        super().__init__(parser_factory=lambda: _PARSER, open_links=False)
+        super().__init__()
+        self._document = GrowingMarkdown()
+        self._height = 0
+        self._palette: Palette | None = None
+        # A strip that is kept also keeps what Textual computed from it, so lines that cannot change are made into strips once.
+        self._strips: dict[int, Strip] = {}
+        self._strips_shape: tuple[int, Style] | None = None
         self.updates = 0
         """How many times the document was changed: what keeps drawing cheap is that this stays far below the number of tokens."""
 
-    async def extend(self, text: str) -> None:
-        """Add ``text`` at the end."""
-        if text:
-            self.updates += 1
-            await self.append(displayable(text))
+    @property
+    def source(self) -> str:
+        """The Markdown so far, as the model wrote it."""
+        return self._document.source
 
-    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
-        event.stop()
-        self.post_message(LinkChosen(event.href))
+    def extend(self, text: str) -> None:
+        """Add ``text`` at the end."""
+        if not text:
+            return
+        self.updates += 1
+        self._document.extend(text)
+        height = self._measure(self.size.width) if self.size.width else -1
+        # A new layout only when the height changes; otherwise a repaint of this widget does.
+        self.refresh(layout=height != self._height)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._palette = None
+        self._strips.clear()
+
+    def _lines(self, width: int) -> tuple[list[list[Segment]], list[list[Segment]]]:
+        if self._palette is None:
+            def colour(name: str) -> str:
+                return self.get_component_styles(f"markdown--{name}").color.hex6
+
+            self._palette = Palette(
+                heading=colour("heading"), accent=colour("accent"), code=colour("code"), muted=colour("muted"),
+                code_background=self.get_component_styles("markdown--code").background.hex6,
+                code_theme="nord" if self.app.current_theme.dark else "friendly",
+            )
+        return self._document.lines(width, self._palette)
+
+    def _measure(self, width: int) -> int:
+        return sum(map(len, self._lines(width)))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        self._height = self._measure(width)
+        return self._height
+
+    def _strip(self, y: int, width: int, style: Style) -> Strip:
+        if self._strips_shape != (width, style):
+            self._strips_shape = (width, style)
+            self._strips.clear()
+        final, tail = self._lines(width)
+        if y >= len(final):
+            line = tail[y - len(final)] if y - len(final) < len(tail) else []
+            return Strip(line).apply_style(style).crop_extend(0, width, style).apply_offsets(0, y)
+        strip = self._strips.get(y)
+        if strip is None:
+            strip = self._strips[y] = Strip(final[y]).apply_style(style).crop_extend(0, width, style).apply_offsets(0, y)
+        return strip
+
+    def render_line(self, y: int) -> Strip:
+        strip = self._strip(y, self.size.width, self.rich_style)
+        selection = self.text_selection
+        span = selection.get_span(y) if selection is not None else None
+        if span is None:
+            return strip
+        # Cells and characters part at wide characters; the mark may then be a little off, the copied text is not.
+        start, end = span[0], span[1] if span[1] >= 0 else strip.cell_length
+        chosen = Style.from_color(bgcolor=self.screen.get_component_rich_style("screen--selection").bgcolor)
+        return Strip.join([strip.crop(0, start), _mark(strip.crop(start, end), chosen), strip.crop(end)])
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        text = "\n".join("".join(segment.text for segment in line).rstrip() for lines in self._lines(self.size.width) for line in lines)
+        return selection.extract(text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+
+def _mark(strip: Strip, style: Style) -> Strip:
+    """The strip with ``style`` over its own."""
+    return Strip([Segment(text, (own or Style()) + style, control) for text, own, control in strip])

@@ -51,11 +51,11 @@ class AnswerMessage(Vertical):
         yield self.markdown
         yield self._footnote
 
-    async def extend(self, text: str) -> None:
+    def extend(self, text: str) -> None:
         """Add ``text`` to the answer."""
         if text:
             self._footnote.display = False
-            await self.markdown.extend(text)
+            self.markdown.extend(text)
 
     def end(self, footnote: str) -> None:
         """The answer is complete, or will not be; ``footnote`` says which."""
