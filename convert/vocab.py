@@ -176,9 +176,8 @@ def _from_json(
         return _Read("gpt2", found, table, merges, "never", unk, {}, starts, ends)
     if pre is not None:
         problems.append(f"--pre {pre} is for byte-level vocabularies, and this one is of the SentencePiece kind, which has no pre-tokenizer.")
-    model = _proto(checkpoint, problems) if checkpoint.tokenizer_model is not None else None
     prefix = vocab_tables.space_prefix(document, document["model"]["vocab"], problems)
-    table = vocab_tables.sentencepiece_table(document, pairs, added, model, problems)
+    table = vocab_tables.sentencepiece_table(document, pairs, added, problems)
     return _Read("llama", PreTokenizer("default"), table, (), prefix, unk, {}, starts, ends)
 
 
@@ -186,27 +185,27 @@ def _from_proto(checkpoint: Checkpoint, added: dict[int, AddedToken], problems: 
     if checkpoint.tokenizer_model is None:
         problems.append("There is neither a tokenizer.json nor a tokenizer.model; saving the tokenizer once with transformers writes the first.")
         return None
-    model = _proto(checkpoint, problems)
-    if model is None:
+    model = read_sentencepiece(checkpoint.tokenizer_model)
+    refusals = _refusals(model)
+    if refusals:
+        problems += refusals
         return None
     ids = {"unk": model.unk_id, "bos": model.bos_id, "eos": model.eos_id, "pad": model.pad_id}
     table = vocab_tables.proto_table(model, added, problems)
     return _Read("llama", PreTokenizer("default"), table, (), "always" if model.add_dummy_prefix else "never", None, ids, None, None)
 
 
-def _proto(checkpoint: Checkpoint, problems: list[str]) -> SentencePieceModel | None:
-    model = read_sentencepiece(checkpoint.tokenizer_model)
-    alone = checkpoint.tokenizer_json is None            # beside a tokenizer.json it only lends its scores
-    before = len(problems)
-    if alone and model.kind != "BPE":
-        problems.append(f"tokenizer.model is of the {model.kind} kind, and only BPE is used by the supported families.")
-    if alone and not model.byte_fallback:
-        problems.append("tokenizer.model does not fall back to bytes, and llama.cpp's vocabularies of this kind do.")
-    if alone and model.normalizes:
-        problems.append("tokenizer.model normalises text with a character map, which llama.cpp does not apply to BPE vocabularies.")
-    if alone and model.remove_extra_whitespaces:
-        problems.append("tokenizer.model removes repeated spaces, which llama.cpp does not do for BPE vocabularies.")
-    return model if len(problems) == before else None
+def _refusals(model: SentencePieceModel) -> list[str]:
+    found = []
+    if model.kind != "BPE":
+        found.append(f"tokenizer.model is of the {model.kind} kind, and only BPE is used by the supported families.")
+    if not model.byte_fallback:
+        found.append("tokenizer.model does not fall back to bytes, and llama.cpp's vocabularies of this kind do.")
+    if model.normalizes:
+        found.append("tokenizer.model normalises text with a character map, which llama.cpp does not apply to BPE vocabularies.")
+    if model.remove_extra_whitespaces:
+        found.append("tokenizer.model removes repeated spaces, which llama.cpp does not do for BPE vocabularies.")
+    return found
 
 
 def _post_processor(part: dict[str, Any] | None) -> tuple[bool | None, bool | None]:

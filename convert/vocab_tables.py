@@ -116,9 +116,9 @@ def byte_level_table(vocab: Mapping[str, int], added: Mapping[int, AddedToken], 
 
 
 def sentencepiece_table(
-    document: dict[str, Any], pairs: list[tuple[str, str]], added: Mapping[int, AddedToken], model: SentencePieceModel | None, problems: list[str]
+    document: dict[str, Any], pairs: list[tuple[str, str]], added: Mapping[int, AddedToken], problems: list[str]
 ) -> Table:
-    """From tokenizer.json. Scores come from ``model`` when a tokenizer.model lies beside it and holds the same pieces, else from the order of merges.
+    """From tokenizer.json, whose merges are the reference even where a tokenizer.model lies beside it.
 
     llama.cpp joins the neighbours whose union has the highest score, so a piece scores by the rank of the first merge that makes it, negated.
     """
@@ -126,12 +126,9 @@ def sentencepiece_table(
     texts = _texts(vocab, added, problems)
     lowest = -float(len(pairs) + 1)                      # pieces that no merge makes, control tokens among them: never preferred
     scores = [lowest] * len(texts)
-    if model is not None and _agree(model, texts):
-        scores[: len(model.pieces)] = [piece.score if piece.type == NORMAL else lowest for piece in model.pieces]
-    else:
-        for rank, (left, right) in reversed(list(enumerate(pairs))):
-            if left + right in vocab:
-                scores[vocab[left + right]] = -float(rank)
+    for rank, (left, right) in reversed(list(enumerate(pairs))):
+        if left + right in vocab:
+            scores[vocab[left + right]] = -float(rank)
     unknown = document["model"].get("unk_token")
     types = [_spm_type(text, unknown, added.get(token)) for token, text in enumerate(texts)]
     return Table(_filled(texts, len(texts)), tuple(types), tuple(scores), len(texts))
@@ -211,12 +208,6 @@ def _filled(texts: list[str | None], size: int) -> tuple[str, ...]:
                 text = f"[{text}]"
         filled.append(text)
     return tuple(filled)
-
-
-def _agree(model: SentencePieceModel, texts: list[str | None]) -> bool:
-    return model.kind == "BPE" and len(model.pieces) <= len(texts) and all(
-        piece.text == text for piece, text in zip(model.pieces, texts, strict=False) if piece.type in (NORMAL, BYTE)
-    )
 
 
 def _spm_type(text: str | None, unknown: str | None, added: AddedToken | None) -> int:
