@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder: configs, tokenizer files, chat template and lazily read tensors. Never pickle.
 
-Files may be symbolic links, as in the hub's cache where ``snapshots/<rev>/x`` points to ``../../blobs/<hash>``: names are joined to the folder as given,
-never resolved first, and a shard name from an index may not leave the folder.
+Files may be symbolic links, as in the hub's cache where ``snapshots/<rev>/x`` points to ``../../blobs/<hash>``: names are joined to the folder as
+given, never resolved first, and a shard name from an index may not leave the folder.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Checkpoint:
     def open(cls, path: Path | str, *, name: str = "") -> Checkpoint:
         """Read the configs and the headers of the weight files of a local folder; no weights.
 
-        Raises `ModelNotFound` (no such folder), `ConversionFailed` (no config.json, bad keys), `UnsupportedModel` (unknown kind, pickle weights only) and
-        `ModelDamaged` (unreadable JSON). What is wrong with the weight files is left to `check`, so that all of it is heard at once.
+        Raises `ModelNotFound` (no such folder), `ConversionFailed` (no config.json, bad keys), `UnsupportedModel` (unknown kind, pickle weights only)
+        and `ModelDamaged` (unreadable JSON). What is wrong with the weight files is left to `check`, so that all of it is heard at once.
         """
         folder = Path(path)
         if not folder.is_dir():

@@ -15,8 +15,9 @@ def spec_from_config(
 ) -> ModelSpec:
     """The spec of a checkpoint from its config, both the old rope keys and ``rope_parameters``.
 
-    Keys a config may leave out take transformers' defaults. ``name`` is for people (default: the config's own); ``where`` names the config in messages.
-    Raises `UnsupportedModel` (unknown architecture, rope type, activation) or `ConversionFailed` (missing or impossible values), with all problems listed.
+    Keys a config may leave out take transformers' defaults. ``name`` is for people (default: the config's own); ``where`` names the config in
+    messages. Raises `UnsupportedModel` (unknown architecture, rope type, activation) or `ConversionFailed` (missing or impossible values), with all
+    problems listed.
     """
     reader = ConfigReader(config, where)
     architecture = _architecture(reader)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgeinfer.errors import ModelNotFound
-from edgeinfer.models.gguf_header import PART_NAME
 
+PART_NAME = re.compile(r"^(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")      # a split model's file
 # Without a wish: small enough for any machine at little loss, then the nearest neighbours of that.
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "IQ4_NL", "Q4_1", "Q5_K_M", "Q5_K_S", "Q5_0", "Q6_K", "Q8_0", "Q3_K_M", "F16", "BF16", "F32")
 _QUANT = re.compile(r"(?<![A-Z0-9])(I?Q\d(?:_[01KSML]|_NL|_XL|_XXS|_XS)*|TQ\d_0|MXFP4(?:_MOE)?|BF16|F16|F32|FP16|FP32)(?![A-Z0-9])")

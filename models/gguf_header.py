@@ -1,14 +1,13 @@
 """A bounded, pure-Python reader of GGUF headers: metadata and the table of tensors, no tensor data.
 
-Whatever the bytes say, reading ends quickly in a `GGUFHeader` or in an error that names the file and the fault. It runs before every native load, which
-says little about bad files. Layout: magic, version, counts, key/value pairs, tensor table, padding, tensor data.
+Whatever the bytes say, reading ends quickly in a `GGUFHeader` or in an error that names the file and the fault. It runs before every native load,
+which says little about bad files. Layout: magic, version, counts, key/value pairs, tensor table, padding, tensor data.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from edgeinfer.errors import ModelDamaged, ModelNotFound, UnsupportedModel
 from edgeinfer.models.ggml_types import FILE_TYPES, TYPES
+from edgeinfer.models.gguf_choice import PART_NAME
 from edgeinfer.models.gguf_values import Cursor, Malformed, Short, Strings
 from edgeinfer.models.sniff import describe
 
@@ -26,7 +26,6 @@ MAX_KEYS, MAX_TENSORS, MAX_PARTS = 100_000, 1_000_000, 10_000
 MAX_KEY_BYTES, MAX_NAME_BYTES = 65_535, 63               # the specification's, llama.cpp's
 MAX_DIMS, MAX_ELEMENTS = 4, 2**62
 MAX_ALIGNMENT = 1 << 20
-PART_NAME = re.compile(r"^(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The one door to huggingface_hub: listing and downloading model repositories.
 
-``offline=True`` (or HF_HUB_OFFLINE) answers from the local cache alone and opens no socket. Finished files are never fetched again, and a connection that
-breaks resumes where it was; whether a file survives the end of the process half done is the library's affair (0.x keeps it, 2.x starts that file afresh).
+``offline=True`` (or HF_HUB_OFFLINE) answers from the local cache alone and opens no socket. Finished files are never fetched again, and a connection
+that breaks resumes where it was; whether a file survives the end of the process half done is the library's affair (0.x and 1.x keep it, 2.x starts
+that file afresh).
 The library's telemetry is switched off. Tokens come from HF_TOKEN or `hf auth login` through the library and appear in no message of ours.
 """
 
@@ -232,7 +233,8 @@ def _folder_bytes(folder: Path) -> int:
 def _network_errors() -> tuple[type[BaseException], ...]:
     """What the library's HTTP client of the day raises: requests up to 0.x, httpx and its successor after."""
     found: list[type[BaseException]] = [OSError]
-    for module, name in (("requests", "RequestException"), ("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("huggingface_hub.errors", "XetDownloadError")):
+    names = {"requests": "RequestException", "httpx": "HTTPError", "httpx2": "HTTPError", "huggingface_hub.errors": "XetDownloadError"}
+    for module, name in names.items():
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
             found.append(kind)
@@ -254,7 +256,9 @@ def _explained(repo_id: str, revision: str | None, cache_dir: Path | None, patte
             f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id}, then log in with `hf auth login` or set HF_TOKEN."
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelNotFound(f"The hub has no model {repo_id}, or it is private; check the spelling, or log in with `hf auth login` or HF_TOKEN.") from error
+        raise ModelNotFound(
+            f"The hub has no model {repo_id}, or it is private; check the spelling, or log in with `hf auth login` or HF_TOKEN."
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFound(f"{repo_id} has no revision {revision!r}.") from error
     except errors.EntryNotFoundError as error:
@@ -262,7 +266,8 @@ def _explained(repo_id: str, revision: str | None, cache_dir: Path | None, patte
         raise ModelNotFound(f"{_cause(repo_id, error.__cause__ or error)}{_hint(repo_id, revision, cache_dir, patterns)}") from error
     except _network_errors() as error:
         if _is_disk(error):
-            raise BackendFailed(f"{repo_id} cannot be stored in {_cache_root(cache_dir)}: {error}. Free some space or choose another HF_HUB_CACHE.") from error
+            where = _cache_root(cache_dir)
+            raise BackendFailed(f"{repo_id} cannot be stored in {where}: {error}. Free some space or choose another HF_HUB_CACHE.") from error
         raise ModelNotFound(f"{_cause(repo_id, error)}{_hint(repo_id, revision, cache_dir, patterns)}") from error
 
 

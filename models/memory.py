@@ -1,13 +1,12 @@
 """How much memory a model will take in llama.cpp: weights + KV cache + compute buffers.
 
-The KV cache is exact: cells x layers x (bytes of a row of K + of V), where the context is rounded up to 256 cells. Weights are exact for a GGUF. Compute
-buffers follow the largest step of the graph (logits, or a layer's activations, plus the attention mask): within a factor of 1.5 either way for
-the dense architectures of `edgeinfer.models.families` (tests hold SmolLM2-135M to it), and always small beside the other two at common sizes.
+The KV cache is exact: cells x layers x (bytes of a row of K + of V), where the context is rounded up to 256 cells. Weights are exact for a GGUF.
+Compute buffers follow the largest step of the graph (logits, or a layer's activations, plus the attention mask): within a factor of 1.5 either way
+for the dense architectures of `edgeinfer.models.families` (tests hold SmolLM2-135M to it). Rows of logits dominate them unless few are asked for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +77,9 @@ def estimate(
 ) -> MemoryEstimate:
     """Memory of ``source`` loaded with a context of ``ctx`` tokens that ``n_seq`` sequences share.
 
-    n_outputs: rows of logits one step may return (llama.cpp's default: n_ubatch). swa_full: sliding-window layers keep the whole context, as llama.cpp
-    does unless told otherwise. weight_type: for a `ModelSpec`, the type its matrices will have. Raises `BadRequest` for impossible arguments and
-    `ModelDamaged` for a GGUF that lacks its dimensions.
+    n_outputs: rows of logits one step may return (llama.cpp's default: n_ubatch). swa_full: sliding-window layers keep the whole context, as
+    llama.cpp does unless told otherwise. weight_type: for a `ModelSpec`, the type its matrices will have. Raises `BadRequest` for impossible
+    arguments and `ModelDamaged` for a GGUF that lacks its dimensions.
     """
     for name, value in (("ctx", ctx), ("n_seq", n_seq), ("n_ubatch", n_ubatch)):
         if value < 1:
@@ -92,11 +91,11 @@ def estimate(
     per_layer = _layer_bytes(shape, kv_type_k, kv_type_v)
     notes: list[str] = []
     if any(shape.windowed) and window_cells < cells:
-        count = sum(shape.windowed)
+        which = f"{sum(shape.windowed)} of {len(per_layer)} layers"
         if swa_full:
-            notes.append(f"{count} of {len(per_layer)} layers see {shape.window:,} tokens only; without full-size windows they would keep {window_cells:,} cells.")
+            notes.append(f"{which} see {shape.window:,} tokens only; without full-size windows they would keep {window_cells:,} cells.")
         else:
-            notes.append(f"{count} of {len(per_layer)} layers keep {window_cells:,} cells; what slides out of the window cannot be reused by another turn.")
+            notes.append(f"{which} keep {window_cells:,} cells; what slides out of the window cannot be reused by another turn.")
     kv = sum(size * (window_cells if windowed and not swa_full else cells) for size, windowed in zip(per_layer, shape.windowed, strict=True))
     if isinstance(source, GGUFHeader):
         weights = source.weight_bytes
@@ -138,9 +137,8 @@ def _spec_weights(spec: ModelSpec, weight_type: str) -> int:
         raise BadRequest(f"{weight_type!r} is no tensor type; known are {', '.join(BY_NAME)}.")
     kind = BY_NAME[weight_type]
     # Norms and biases stay F32. A row that does not fill whole blocks will be stored in a somewhat larger type: count it as full blocks.
-    return sum(
-        4 * math.prod(shape) if len(shape) == 1 else shape[0] * -(-shape[1] // kind.block) * kind.block_bytes for shape in expected_tensors(spec).values()
-    )
+    shapes = expected_tensors(spec).values()
+    return sum(4 * shape[0] if len(shape) == 1 else shape[0] * -(-shape[1] // kind.block) * kind.block_bytes for shape in shapes)
 
 
 def _shape(source: GGUFHeader | ModelSpec) -> _Shape:

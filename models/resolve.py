@@ -111,5 +111,6 @@ def _not_found(text: str, path: Path) -> str:
         neighbours = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, neighbours, n=3, cutoff=0.5)]
     else:
-        tried = f"No model {text!r}: not a .gguf file or folder here, not in the store, not in the catalogue ({', '.join(ENTRIES)}), not a hub id (user/repo)."
+        catalogue = ", ".join(ENTRIES)
+        tried = f"No model {text!r}: not a .gguf file or folder here, not in the store, not in the catalogue ({catalogue}), not a hub id (user/repo)."
     return f"{tried} Did you mean {' or '.join(near)}?" if near else tried

@@ -1,7 +1,7 @@
 """Rotary embedding settings of a config.json, in the two layouts Hugging Face has used.
 
-Old: ``rope_theta`` and ``rope_scaling`` ({"type" or "rope_type": ..., ...}) at the top level. New (transformers 5): one ``rope_parameters``, either flat
-or, where layer kinds differ (Gemma 3), one such dict for each kind: {"full_attention": {...}, "sliding_attention": {...}}.
+Old: ``rope_theta`` and ``rope_scaling`` ({"type" or "rope_type": ..., ...}) at the top level. New (transformers 5): one ``rope_parameters``, either
+flat or, where layer kinds differ (Gemma 3), one such dict for each kind: {"full_attention": {...}, "sliding_attention": {...}}.
 An unknown type or key is noted as a problem, never read as "no scaling".
 """
 
@@ -70,8 +70,12 @@ def read_rope(
     default_original: int | None = None,
     aliases: Mapping[str, str] | None = None,
     default_local_theta: float | None = None,
+    may_be_partial: bool = False,
 ) -> RopeSpec:
-    """The `RopeSpec` of a config. ``default_*`` are transformers' for the family; ``default_local_theta`` is set for families with local layers."""
+    """The `RopeSpec` of a config. ``default_*`` are transformers' for the family; ``default_local_theta`` is set for families with local layers.
+
+    aliases: further names of types in this family. may_be_partial: the family's models can rotate a part of each head only.
+    """
     settings, local = rope_dicts(reader)
     kind = rope_type(reader, settings, aliases)
     unknown = [key for key in settings if key not in KEYS and key not in HARMLESS]
@@ -83,20 +87,27 @@ def read_rope(
 
     theta = value("rope_theta", reader.number("rope_theta", default_theta))
     part = value("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+    if part != 1 and not may_be_partial:
+        reader.unknown.append(f"'partial_rotary_factor' is {part:g}; models of this family rotate whole heads.")
+        part = 1.0
     rotary_dim = int(head_dim * part)
     if (part > 1 or rotary_dim < 2 or rotary_dim % 2) and not reader.wrong:   # a missing size is reported once, not by its consequences
-        reader.wrong.append(f"A head of {head_dim} channels with partial_rotary_factor {part:g} rotates {rotary_dim}; that must be even, from 2 to {head_dim}.")
+        rotates = f"A head of {head_dim} channels with partial_rotary_factor {part:g} rotates {rotary_dim}"
+        reader.wrong.append(f"{rotates}; that must be even, from 2 to {head_dim}.")
         rotary_dim = head_dim
     fields: dict[str, Any] = {}
-    # transformers lets the top-level key win for longrope and lets yarn fall back to the whole context.
-    original = value("original_max_position_embeddings", reader.number("original_max_position_embeddings", default_original))
+    beside = reader.number("original_max_position_embeddings", None)
+    original = value("original_max_position_embeddings", beside)
+    if beside is not None and original != beside:
+        reader.wrong.append(f"'original_max_position_embeddings' is {beside:g} in the config and {original:g} in its rope settings.")
+    original = original or default_original
     if kind in ("linear", "dynamic", "yarn", "llama3"):
         fields["factor"] = value("factor")
         if fields["factor"] < 1:
             reader.wrong.append(f"The rope factor is {fields['factor']:g}; it must be 1 or more.")
     if kind == "yarn":
         fields |= {"beta_fast": value("beta_fast", 32.0), "beta_slow": value("beta_slow", 1.0), "attention_factor": value("attention_factor", None)}
-        original = original or float(max_context)
+        original = original or max_context               # as transformers does
     if kind == "llama3":
         fields |= {key: value(key) for key in ("low_freq_factor", "high_freq_factor")}
         if fields["low_freq_factor"] >= fields["high_freq_factor"]:

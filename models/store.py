@@ -150,7 +150,8 @@ def add(name: str, files: Mapping[str, Path], *, kind: str, source: str, revisio
             _place(path.resolve(strict=True), target)
             stored.append(StoredFile(inner, target.stat().st_size, _sha256(target)))
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = {"format": FORMAT, "kind": kind, "source": source, "revision": revision, "created": created, "files": [asdict(file) for file in stored]}
+        manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "source": source, "revision": revision, "created": created}
+        manifest["files"] = [asdict(file) for file in stored]
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
         _free(name)                                      # somebody may have been faster
         os.rename(folder, root / name)

@@ -19,10 +19,11 @@ LARGE = 100                                              # bytes from which a fi
 
 
 class FakeHub:
-    """``repos``: name -> file -> content. ``gated`` answer 403. ``drop_after``: bytes after which a download's connection breaks, once for each file."""
+    """``repos``: name -> file -> content. ``gated`` ones answer 403. ``drop_after``: bytes after which a connection breaks, once a file."""
 
-    def __init__(self, repos: Mapping[str, Mapping[str, bytes]], *, gated: set[str] = frozenset(), drop_after: int | None = None, status: int | None = None):
-        self.repos, self.gated, self.drop_after, self.status = repos, gated, drop_after, status
+    def __init__(self, repos: Mapping[str, Mapping[str, bytes]], *, gated: frozenset[str] = frozenset(), drop_after: int | None = None):
+        self.repos, self.gated, self.drop_after = repos, gated, drop_after
+        self.status: int | None = None                   # answer everything with this
         self.lies_about: set[str] = set()                # files whose content does not have the announced sha256
         self.requests: list[tuple[str, str, str | None]] = []    # method, path, Range
         self.tokens: set[str | None] = set()
@@ -77,7 +78,8 @@ class FakeHub:
             return self._json(request, {"error": "Invalid rev"}, status=404, code="RevisionNotFound")
         files = self.repos[repo]
         if api and api[2] == "tree":
-            return self._json(request, [{"type": "file", "path": name, "size": len(data), "oid": _oid(data), **self._lfs(name, data)} for name, data in files.items()])
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": _oid(data), **self._lfs(name, data)} for name, data in files.items()]
+            return self._json(request, tree)
         if api:
             siblings = [{"rfilename": name, "size": len(data), "blobId": _oid(data), **self._lfs(name, data)} for name, data in files.items()]
             return self._json(request, {"_id": "0", "id": repo, "modelId": repo, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})

@@ -78,14 +78,16 @@ def test_defaults_are_transformers_own() -> None:
 
 
 def test_gemma_scales_windows_and_norms() -> None:
-    spec = spec_from_config(config("Gemma3ForCausalLM", num_hidden_layers=7, query_pre_attn_scalar=64, sliding_window=512, final_logit_softcapping=30.0))
+    spec = spec_from_config(config(
+        "Gemma3ForCausalLM", num_hidden_layers=7, query_pre_attn_scalar=64, sliding_window=512, final_logit_softcapping=30.0))
     assert (spec.embedding_scale, spec.attention_scale, spec.norm_offset) == (96**0.5, 0.125, 1.0)
     assert spec.window_layers == (True, True, True, True, True, False, True)
     assert (spec.sliding_window, spec.final_softcap, spec.attention_softcap) == (512, 30.0, None)
     listed = spec_from_config(config("Gemma3ForCausalLM", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=512))
     assert listed.window_layers == (False, True, False, True)
     nested = spec_from_config(config("Gemma3ForCausalLM", rope_parameters={
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}))
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}))
     assert (nested.rope.theta, nested.rope.local_theta, nested.rope.type, nested.rope.factor) == (2e6, 3e4, "linear", 8.0)
 
 
@@ -177,7 +179,7 @@ def test_unknown_rope_type_is_an_error_never_none(keys: dict[str, Any]) -> None:
     ({"rope_type": "linear", "factor": float("nan")}, "must be a number above 0"),
     ({"rope_type": "linear", "factor": 10**400}, "must be a number above 0"),
     ({"rope_type": "llama3", "factor": 8.0}, "'rope low_freq_factor' is missing"),
-    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}, "below high_freq"),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}, "be below"),
     ({"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "unknown key 'mscale'"),
     ({"rope_type": "yarn", "type": "linear", "factor": 4.0}, "two types"),
     ("linear", "must be an object"),
@@ -203,7 +205,10 @@ def test_rope_layouts_that_disagree() -> None:
     ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a number above 0"),
     ({"rms_norm_eps": float("inf")}, "'rms_norm_eps' must be a number above 0"),
     ({"head_dim": 15}, "rotates 15; that must be even"),
-    ({"partial_rotary_factor": 1.5}, "rotates 24"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5"),
+    ({"rope_interleaved": True}, "'rope_interleaved' is true"),
+    ({"original_max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}}, "is 64 in"),
     ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     ({"attention_bias": True}, "'attention_bias' is true"),
     ({"mlp_bias": True}, "'mlp_bias' is true"),
@@ -213,6 +218,16 @@ def test_rope_layouts_that_disagree() -> None:
 ])
 def test_impossible_and_unsupported_values(keys: dict[str, Any], words: str) -> None:
     assert words in problems(**keys)
+
+
+def test_part_of_a_head_rotates_in_phi_only() -> None:
+    def spec(part: float) -> ModelSpec:
+        return spec_from_config(config("Phi3ForCausalLM", partial_rotary_factor=part))
+
+    assert spec(0.75).rope.rotary_dim == 12
+    for part, count in ((1.5, 24), (0.2, 3), (0.01, 0)):
+        with pytest.raises(ConversionFailed, match=f"rotates {count}; that must be even, from 2 to 16"):
+            spec(part)
 
 
 def test_all_problems_are_listed_together() -> None:

@@ -27,7 +27,7 @@ TOKEN = "hf_ThisIsSecretAndMustNeverBeShown"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch):
-    with FakeHub(REPOS, gated={"user/gated"}) as fake:
+    with FakeHub(REPOS, gated=frozenset({"user/gated"})) as fake:
         fake.repos = {**REPOS, "user/gated": {}}
         monkeypatch.setenv("HF_ENDPOINT", fake.url)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -88,7 +88,8 @@ def test_a_download_that_keeps_breaking_is_given_up(server: FakeHub, tmp_path: P
 
 
 def test_cache_folder_is_the_librarys(tmp_path: Path) -> None:
-    code = "from edgeinfer.models import hub; import huggingface_hub.constants as c; print(hub._cache_root(None) == __import__('pathlib').Path(c.HF_HUB_CACHE))"
+    code = "from pathlib import Path; from edgeinfer.models import hub; import huggingface_hub.constants as c"
+    code += "; print(hub._cache_root(None) == Path(c.HF_HUB_CACHE))"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_", "XDG_"))}
     for changes in ({}, {"HF_HOME": str(tmp_path)}, {"HF_HUB_CACHE": str(tmp_path)}, {"HF_HOME": "~/x"}, {"XDG_CACHE_HOME": str(tmp_path)}):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | changes, check=True)

@@ -58,7 +58,9 @@ def allocated(model: NativeModel, *, ctx: int, n_seq: int, kv: str, n_ubatch: in
     (16384, 2, "f16", 128, 128, True),
     (100, 1, "f16", 512, 1, True),
 ])
-def test_agrees_with_llama_cpp(smollm2: NativeModel, smollm2_gguf: Path, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool) -> None:
+def test_agrees_with_llama_cpp(
+    smollm2: NativeModel, smollm2_gguf: Path, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool
+) -> None:
     real_kv, real_compute = allocated(smollm2, ctx=ctx, n_seq=n_seq, kv=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash=flash)
     ours = estimate(
         read_header(smollm2_gguf), ctx=ctx, n_seq=n_seq, kv_type_k=kv, kv_type_v=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash

@@ -88,7 +88,11 @@ def test_verify_names_missing_short_and_changed_files(home: Path, tmp_path: Path
     os.truncate(folder / "b.gguf", 5)
     (folder / "c.gguf").write_bytes(DATA[::-1])
     problems = store.verify(entry)
-    assert problems == ["a.gguf is missing.", f"b.gguf is incomplete: expected {len(DATA):,} bytes, has 5.", "c.gguf is damaged: its SHA-256 is not the recorded one."]
+    assert problems == [
+        "a.gguf is missing.",
+        f"b.gguf is incomplete: expected {len(DATA):,} bytes, has 5.",
+        "c.gguf is damaged: its SHA-256 is not the recorded one.",
+    ]
 
 
 def test_add_leaves_nothing_when_it_fails(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +152,10 @@ def test_remove_never_follows_links(home: Path, tmp_path: Path) -> None:
     assert store.list_entries() == []
 
 
-@pytest.mark.parametrize("text", ["{}", '{"format": 2}', "[]", "{", '{"format":1,"kind":"gguf","source":"","revision":"","created":"","files":[{"path":"../x","size":1,"sha256":""}]}'])
+@pytest.mark.parametrize("text", [
+    "{}", '{"format": 2}', "[]", "{",
+    '{"format":1,"kind":"gguf","source":"","revision":"","created":"","files":[{"path":"../x","size":1,"sha256":""}]}',
+])
 def test_damaged_manifest_is_an_error_of_its_own(text: str, home: Path) -> None:
     (home / "models" / "m").mkdir(parents=True)
     (home / "models" / "m" / "manifest.json").write_text(text)
@@ -218,7 +225,8 @@ def test_pull_of_what_cannot_be(server: FakeHub) -> None:
 
 @pytest.mark.parametrize(("name", "quantization"), [
     ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"), ("m-q4_k_m.gguf", "Q4_K_M"), ("m-IQ3_XXS.gguf", "IQ3_XXS"), ("m-fp16.gguf", "F16"),
-    ("m-BF16-00001-of-00003.gguf", "BF16"), ("Q8_0/m.Q5_K_S.gguf", "Q5_K_S"), ("m-UD-Q4_K_XL.gguf", "Q4_K_XL"), ("plain.gguf", ""), ("m-iq4_nl.gguf", "IQ4_NL"),
+    ("m-BF16-00001-of-00003.gguf", "BF16"), ("Q8_0/m.Q5_K_S.gguf", "Q5_K_S"), ("m-UD-Q4_K_XL.gguf", "Q4_K_XL"), ("plain.gguf", ""),
+    ("m-iq4_nl.gguf", "IQ4_NL"),
     ("qwen2.5-0.5b-instruct-q2_k.gguf", "Q2_K"), ("F32able.gguf", ""),
 ])
 def test_quantisation_by_file_name(name: str, quantization: str) -> None:
@@ -304,7 +312,7 @@ def test_not_found_says_what_was_tried_and_what_is_near(tmp_path: Path) -> None:
     make(tmp_path / "src", name="my-model")
     with pytest.raises(ModelNotFound) as caught:
         resolve("smolm2-135m")
-    for words in ("not a .gguf file or folder", "not in the store", "not in the catalogue (smollm2-135m", "not a hub id", "Did you mean smollm2-135m"):
+    for words in ("not a .gguf file or folder", "not in the store", "the catalogue (smollm2-135m", "not a hub id", "Did you mean smollm2-135m"):
         assert words in str(caught.value)
     with pytest.raises(ModelNotFound, match="Did you mean my-model"):
         resolve("my-modle")

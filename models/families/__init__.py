@@ -1,7 +1,7 @@
 """Model families: one small module each, made to be diffed.
 
-A family module has ``ARCHITECTURES`` (class names in config.json it answers to), ``read(reader, architecture) -> dict`` (the `ModelSpec` fields that are
-the family's own; problems go into the reader) and ``expected_tensors(spec) -> dict`` (Hugging Face tensor names with their stored shapes).
+A family module has ``ARCHITECTURES`` (class names in config.json it answers to), ``read(reader, architecture) -> dict`` (the `ModelSpec` fields that
+are the family's own; problems go into the reader) and ``expected_tensors(spec) -> dict`` (Hugging Face tensor names with their stored shapes).
 """
 
 from __future__ import annotations

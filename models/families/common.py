@@ -11,7 +11,9 @@ from edgeinfer.models.spec import ModelSpec
 NO_BIAS = "biases of this kind are not supported in this family"
 
 
-def dimensions(reader: ConfigReader, *, head_dim: int | None = None, kv_heads: int | None = None, max_context: int, norm_eps: float = 1e-6) -> dict[str, Any]:
+def dimensions(
+    reader: ConfigReader, *, head_dim: int | None = None, kv_heads: int | None = None, max_context: int, norm_eps: float = 1e-6
+) -> dict[str, Any]:
     """The `ModelSpec` fields that are sizes. The arguments are transformers' defaults; None: hidden // heads, and as many as heads."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     # An explicit null means "as many as heads", an absent key the family's default.

@@ -17,6 +17,7 @@ def read(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     mistral = architecture == "MistralForCausalLM"
     reader.refuse_flag("attention_bias", NO_BIAS)
     reader.refuse_flag("mlp_bias", NO_BIAS)
+    reader.refuse_flag("rope_interleaved", "Hugging Face's Llama rotates the halves of a head, not neighbouring channels")
     sizes = dimensions(reader, kv_heads=8 if mistral else None, max_context=131072 if mistral else 2048)
     # Every layer of Mistral 0.1 is windowed; later ones write null. Llama has no window, whatever its config says.
     window = windows(reader, sizes["layers"], 4096, (True,) * sizes["layers"]) if mistral else {}

@@ -22,7 +22,8 @@ def read(reader: ConfigReader, architecture: str) -> dict[str, Any]:
         "activation": reader.activation("hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
         # The first Phi-3 configs called their longrope "su" or "yarn".
         "rope": read_rope(
-            reader, head_dim=sizes["head_dim"], max_context=sizes["max_context"], default_original=4096, aliases={"yarn": "longrope"}
+            reader, head_dim=sizes["head_dim"], max_context=sizes["max_context"], default_original=4096, aliases={"yarn": "longrope"},
+            may_be_partial=True,
         ),
         "tied_embeddings": reader.flag("tie_word_embeddings", False),
         "attention_scale": sizes["head_dim"] ** -0.5,
