@@ -57,16 +57,23 @@ def probes(markers: Iterable[str], stripping: Iterable[str], samples: Iterable[s
 
     stripping: markers that swallow whitespace beside them, which llama.cpp does not. approximate: see `edgeinfer.convert.pretokenizers.PreTokenizer`.
     """
-    coarse = "letters outside ASCII" if approximate else ""
-    found = [Probe(text) for text in PLAIN] + [Probe(text, coarse) for text in CASED]
+    def why(text: str) -> str:
+        return "capitals outside ASCII or combining marks" if approximate and _coarse(text) else ""
+
+    found = [Probe(text, why(text)) for text in (*PLAIN, *CASED)]
     strips = set(stripping)
     for marker in markers:
         found += [Probe(marker), Probe(f"a{marker}b"), Probe(f"{marker}{marker}"), Probe(f"<{marker}>")]
         beside = "whitespace beside a marker" if marker in strips else ""
         found += [Probe(text, beside) for text in (f" {marker} ", f"{marker} user\n", f"x  {marker}\n\n y", f"user: {marker}\nHello there {marker}\n")]
-    found += [Probe(text, coarse if _cased(text) else "") for sample in samples for text in (sample, f"x {sample} y")]
+    found += [Probe(text, why(text)) for sample in samples for text in (sample, f"x {sample} y")]
     return list({(probe.text, probe.lenient): probe for probe in found}.values())
 
 
-def _cased(text: str) -> bool:
-    return any(ord(character) > 127 and unicodedata.category(character)[0] in "LM" for character in text)
+def _coarse(text: str) -> bool:
+    """Whether a letter class of ASCII capitals without marks cuts ``text`` elsewhere than one of all capitals with marks."""
+    kinds = ["", *map(unicodedata.category, text), ""]
+    beside = zip(kinds, text, kinds[1:], kinds[2:], strict=False)
+    capitals = ("Lu", "Lt")
+    capital = any(kind in capitals and ord(letter) > 127 and (before[:1] == "L" or after in capitals) for before, letter, kind, after in beside)
+    return capital or any(kind[:1] == "M" for kind in kinds)
