@@ -6,6 +6,7 @@ Tensor data is written by offset (`edgeinfer.convert.stream`), since the package
 from __future__ import annotations
 
 import mmap
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,34 +43,37 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def write_header(path: Path, metadata: Metadata, tensors: Sequence[TensorEntry]) -> int:
-    """Create ``path`` with magic, metadata and tensor table; returns the offset where tensor data begins. Tensors follow in order, each padded."""
+def render_header(metadata: Metadata, tensors: Sequence[TensorEntry]) -> bytes:
+    """Magic, metadata and tensor table, padded to where tensor data begins. Tensors follow in order, each padded."""
     import gguf
     import numpy as np
 
     types = gguf.GGUFValueType
     scalars = {"str": types.STRING, "u32": types.UINT32, "f32": types.FLOAT32, "bool": types.BOOL}
     items = {"str[]": types.STRING, "i32[]": types.INT32, "f32[]": types.FLOAT32, "bool[]": types.BOOL}
-    writer = gguf.GGUFWriter(path, metadata.architecture)
-    try:
-        for entry in metadata.values:
-            if entry.kind in items:
-                writer.add_key_value(entry.key, entry.value, types.ARRAY, sub_type=items[entry.kind])
-            else:
-                writer.add_key_value(entry.key, entry.value, scalars[entry.kind])
-        for tensor in tensors:
-            # The element type is given by number: the package may know fewer types than llama.cpp.
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.type)
-        writer.write_header_to_file()
-        (file,) = writer.fout
-        file.write(b"".join(metadata.copied))
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        file.seek(COUNT_OFFSET)
-        file.write((len(metadata.copied) + 1 + len(metadata.values)).to_bytes(8, "little"))     # 1: general.architecture, the writer's own
-    finally:
-        writer.close()
-    return padded(path.stat().st_size)
+    with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:         # the package writes to named files only
+        path = Path(folder) / "header.gguf"
+        writer = gguf.GGUFWriter(path, metadata.architecture)
+        try:
+            for entry in metadata.values:
+                if entry.kind in items:
+                    writer.add_key_value(entry.key, entry.value, types.ARRAY, sub_type=items[entry.kind])
+                else:
+                    writer.add_key_value(entry.key, entry.value, scalars[entry.kind])
+            for tensor in tensors:
+                # The element type is given by number: the package may know fewer types than llama.cpp.
+                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.type)
+            writer.write_header_to_file()
+            (file,) = writer.fout
+            file.write(b"".join(metadata.copied))
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            file.seek(COUNT_OFFSET)
+            file.write((len(metadata.copied) + 1 + len(metadata.values)).to_bytes(8, "little"))     # 1: general.architecture, the writer's own
+        finally:
+            writer.close()
+        header = path.read_bytes()
+    return header + bytes(padded(len(header)) - len(header))
 
 
 def read_entries(path: Path, skipped: Callable[[str], bool]) -> tuple[bytes, ...]:

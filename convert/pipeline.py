@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edgeinfer.convert.gguf_write import write_header
+from edgeinfer.convert.memory import give_back_freed, peak_memory
 from edgeinfer.convert.partial import partial_file, publish
 from edgeinfer.convert.plan import Plan, make_plan
-from edgeinfer.convert.report import ConversionReport, megabytes, peak_memory
-from edgeinfer.convert.sources import Source, open_source
+from edgeinfer.convert.report import ConversionReport, megabytes
+from edgeinfer.convert.sources import open_source
 from edgeinfer.convert.stream import write_tensors
 from edgeinfer.convert.targets import Target, parse_target
 from edgeinfer.convert.tensor_types import choose_types
@@ -59,6 +58,18 @@ def convert(
     target = parse_target(to)
     stages = Stages(progress)
     threads = threads or os.cpu_count() or 1
+    plan, report, checkpoint = _prepare(source, target, out, pre, threads, stages)
+    give_back_freed()
+    report = replace(report, dry_run=dry_run)
+    if not dry_run:
+        report = replace(report, checks=_write(plan, report.output, checkpoint, threads, verify, stages))
+    return replace(report, seconds=stages.seconds, peak_memory_bytes=peak_memory())
+
+
+def _prepare(
+    source: Checkpoint | Path | str, target: Target, out: Path | str | None, pre: str | None, threads: int, stages: Stages
+) -> tuple[Plan, ConversionReport, Checkpoint | None]:
+    """Check and plan. What is left afterwards is small: the vocabulary's many strings are part of the plan's header by then."""
     with stages.timed("plan"):
         opened = open_source(source, target, pre)
         final = output_path(out, opened.name, target)
@@ -66,15 +77,12 @@ def convert(
         scans = scan_all(opened.used, threads, stages.counter("scan", sum(tensor.nbytes for tensor in opened.used)))
     with stages.timed("plan"):
         choices = choose_types(target, opened.hyperparameters, opened.mapped)
-        plan = make_plan(
-            target, opened.metadata, opened.mapped, opened.stored, choices, scans, head_dim=opened.head_dim, norm_offset=opened.norm_offset
-        )
+        plan = make_plan(opened.metadata, opened.mapped, opened.stored, choices, scans, head_dim=opened.head_dim, norm_offset=opened.norm_offset)
     report = ConversionReport(
         source=opened.path,
         output=final,
         target=target.name,
-        dry_run=dry_run,
-        bytes=0,
+        bytes=plan.size,
         source_bytes=sum(tensor.nbytes for tensor in opened.stored.values()),
         parameters=plan.parameters,
         tensors=plan.totals,
@@ -82,8 +90,7 @@ def convert(
         kept=plan.kept,
         warnings=opened.warnings,
     )
-    size, checks = (planned_size(plan), ()) if dry_run else _write(opened, plan, final, threads, verify, stages)
-    return replace(report, bytes=size, checks=checks, seconds=stages.seconds, peak_memory_bytes=peak_memory())
+    return plan, report, opened.checkpoint
 
 
 def output_path(out: Path | str | None, name: str, target: Target) -> Path:
@@ -99,26 +106,19 @@ def output_path(out: Path | str | None, name: str, target: Target) -> Path:
     return path
 
 
-def planned_size(plan: Plan) -> int:
-    """Exact size of the file that a plan makes."""
-    with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
-        return write_header(Path(folder) / "header.gguf", plan.metadata, [tensor.entry for tensor in plan.tensors]) + plan.data_bytes
-
-
-def _write(source: Source, plan: Plan, final: Path, threads: int, verify: bool, stages: Stages) -> tuple[int, tuple[str, ...]]:
+def _write(plan: Plan, final: Path, checkpoint: Checkpoint | None, threads: int, verify: bool, stages: Stages) -> tuple[str, ...]:
+    """Make the file; returns what was tested on it."""
     with partial_file(final) as path, plain_disk_errors(final):
-        require_space(final, plan.data_bytes)
+        require_space(final, plan.size)
         with stages.timed("write"):
-            data_offset = write_header(path, plan.metadata, [tensor.entry for tensor in plan.tensors])
             count = stages.counter("write", sum(tensor.nbytes for tensor in plan.tensors))
-            write_tensors(path, plan, data_offset, threads, count)
+            write_tensors(path, plan, threads, count)
         with ThreadPoolExecutor(1) as background, stages.timed("verify"):
             synced = background.submit(sync, path)       # the disk works while the file, still in memory, is tested
-            checks = verify_file(path, source.checkpoint, source.vocab, stages.counter("verify", path.stat().st_size)) if verify else ()
+            checks = verify_file(path, checkpoint, stages.counter("verify", plan.size)) if verify else ()
             synced.result()
-        size = path.stat().st_size
         publish(path, final)
-    return size, checks
+    return checks
 
 
 def sync(path: Path) -> None:

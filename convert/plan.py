@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from edgeinfer.convert.ggml_types import F16_OVERFLOW, bytes_if_divisible, tensor_bytes, type_ids
 from edgeinfer.convert.gguf_names import Mapped
-from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded
+from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded, render_header
 from edgeinfer.convert.report import Fallback, Kept, TypeTotal
-from edgeinfer.convert.targets import Target
 from edgeinfer.convert.tensor_types import Choice
 from edgeinfer.convert.weights import Scan
 from edgeinfer.models.safetensors import TensorInfo
@@ -37,8 +36,7 @@ class PlannedTensor:
 class Plan:
     """A GGUF file in advance, its tensors in file order."""
 
-    target: Target
-    metadata: Metadata
+    header: bytes                                        # metadata and tensor table, ready to be written
     tensors: tuple[PlannedTensor, ...]
     kept: tuple[Kept, ...]
     head_dim: int = 1                                    # of tensors whose heads are reordered
@@ -49,9 +47,9 @@ class Plan:
         return parameter_count([tensor.mapped for tensor in self.tensors])
 
     @property
-    def data_bytes(self) -> int:
-        """Bytes after the header: each tensor and its padding."""
-        return sum(padded(tensor.nbytes) for tensor in self.tensors)
+    def size(self) -> int:
+        """Bytes of the finished file: the header, and each tensor with its padding."""
+        return len(self.header) + sum(padded(tensor.nbytes) for tensor in self.tensors)
 
     @property
     def totals(self) -> tuple[TypeTotal, ...]:
@@ -74,7 +72,6 @@ class Plan:
 
 
 def make_plan(
-    target: Target,
     metadata: Metadata,
     tensors: Sequence[Mapped],
     stored: Mapping[str, TensorInfo],
@@ -95,7 +92,8 @@ def make_plan(
             used = source.dtype
             kept.append(Kept(mapped.name, used, TOO_LARGE))
         planned.append(PlannedTensor(mapped, source, used, choice.wanted, tensor_bytes(used, mapped.shape)))
-    return Plan(target, metadata, tuple(planned), tuple(kept), head_dim, norm_offset)
+    header = render_header(metadata, [tensor.entry for tensor in planned])
+    return Plan(header, tuple(planned), tuple(kept), head_dim, norm_offset)
 
 
 def parameter_count(tensors: Sequence[Mapped]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ class ConversionReport:
     source: Path
     output: Path
     target: str
-    dry_run: bool
     bytes: int
     source_bytes: int
     parameters: int
     tensors: tuple[TypeTotal, ...]
+    dry_run: bool = False
     fallbacks: tuple[Fallback, ...] = ()
     kept: tuple[Kept, ...] = ()
     checks: tuple[str, ...] = ()                         # what was tested on the finished file
@@ -108,11 +107,3 @@ def _more(extra: int) -> str:
 def megabytes(size: int) -> str:
     """Decimal megabytes: "105.4 MB"."""
     return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgeinfer.convert import gguf_metadata
 from edgeinfer.convert.ggml_types import PLAIN
@@ -19,9 +18,6 @@ from edgeinfer.models.checkpoint import Checkpoint
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.safetensors import TensorInfo
 
-if TYPE_CHECKING:
-    from edgeinfer.convert.vocab import GGUFVocab
-
 # Entries of a GGUF source that are written anew or no longer hold for the result.
 REPLACED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
 SPLIT = "split."
@@ -30,7 +26,7 @@ TOKENIZER = "tokenizer."
 
 @dataclass(frozen=True)
 class Source:
-    """A model ready to be planned. ``hyperparameters`` is ``metadata`` without the vocabulary. ``checkpoint`` and ``vocab`` are None for a GGUF file."""
+    """A model ready to be planned. ``hyperparameters`` is ``metadata`` without the vocabulary. ``checkpoint`` is None for a GGUF file."""
 
     path: Path
     name: str
@@ -42,7 +38,6 @@ class Source:
     head_dim: int = 1
     norm_offset: float = 0.0
     checkpoint: Checkpoint | None = None
-    vocab: GGUFVocab | None = None
 
     @property
     def used(self) -> list[TensorInfo]:
@@ -92,7 +87,6 @@ def from_checkpoint(checkpoint: Checkpoint, target: Target, pre: str | None) -> 
         head_dim=spec.head_dim,
         norm_offset=spec.norm_offset,
         checkpoint=checkpoint,
-        vocab=vocab,
     )
 
 

@@ -35,21 +35,22 @@ class Block:
     last: bool                                           # of its tensor
 
 
-def write_tensors(path: Path, plan: Plan, data_offset: int, threads: int, progress: Callable[[int], None]) -> None:
-    """Fill the existing file ``path`` from ``data_offset`` on. ``progress`` gets the bytes of each tensor written, in order, on the calling thread.
+def write_tensors(path: Path, plan: Plan, threads: int, progress: Callable[[int], None]) -> None:
+    """Create ``path`` with all that ``plan`` says. ``progress`` gets the bytes of each tensor written, in order, on the calling thread.
 
     All space is claimed first, so a full disk shows before any work. Raises OSError (disk full, file size limit) and `ConversionFailed` (a block that
     does not fit its type).
     """
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        claim(descriptor, data_offset + plan.data_bytes)
+        claim(descriptor, plan.size)
+        write_at(descriptor, plan.header, 0)
         with Files() as files:
             worker = Worker(descriptor, plan, files)
             pool = ThreadPoolExecutor(threads)
             try:
                 waiting: deque[tuple[Block, Future[None]]] = deque()
-                for block in blocks(plan, data_offset):
+                for block in blocks(plan):
                     waiting.append((block, pool.submit(worker.run, block)))
                     if len(waiting) > threads * BLOCKS_AHEAD:
                         _finish(waiting, progress)
@@ -76,9 +77,17 @@ def claim(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def blocks(plan: Plan, data_offset: int) -> Iterator[Block]:
+def write_at(descriptor: int, data: bytes | np.ndarray, offset: int) -> None:
+    """All of the contiguous ``data`` at ``offset``."""
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def blocks(plan: Plan) -> Iterator[Block]:
     """The whole file's blocks, in file order. Reordered tensors are cut between heads."""
-    offset = data_offset
+    offset = len(plan.header)
     for tensor in plan.tensors:
         *outer, columns = tensor.mapped.shape
         rows = math.prod(outer)
@@ -100,10 +109,7 @@ class Worker:
 
     def run(self, block: Block) -> None:
         """Read, convert, write."""
-        data, offset = memoryview(self._convert(block)).cast("B"), block.offset
-        while data:
-            count = os.pwrite(self._descriptor, data, offset)
-            data, offset = data[count:], offset + count
+        write_at(self._descriptor, self._convert(block), block.offset)
 
     def _convert(self, block: Block) -> np.ndarray:
         tensor = block.tensor

@@ -8,6 +8,7 @@ to whole blocks, tells what the types would have been if every row were divisibl
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from edgeinfer.convert.ggml_types import tensor_bytes, type_ids
 from edgeinfer.convert.gguf_names import Mapped
-from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded, write_header
+from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded, render_header
 from edgeinfer.convert.targets import Target
 from edgeinfer.errors import BadRequest, ConversionFailed
 
@@ -51,9 +52,9 @@ def _ask(target: Target, metadata: Metadata, tensors: Sequence[Mapped], row_mult
         entries.append(TensorEntry(tensor.name, shape, type_ids()[name], tensor_bytes(name, shape)))
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         path = Path(folder) / "skeleton.gguf"
-        data = write_header(path, metadata, entries)
-        with open(path, "r+b") as file:
-            file.truncate(data + sum(padded(entry.nbytes) for entry in entries))
+        header = render_header(metadata, entries)
+        path.write_bytes(header)
+        os.truncate(path, len(header) + sum(padded(entry.nbytes) for entry in entries))
         log = dry_run(path, target)
     types = {name: (new or old).upper() for name, old, new in LOG_LINE.findall(log)}
     missing = [tensor.name for tensor in tensors if types.get(tensor.name) not in type_ids()]

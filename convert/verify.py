@@ -5,15 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgeinfer.errors import ConversionFailed, ModelDamaged
 from edgeinfer.models.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from edgeinfer.convert.vocab import GGUFVocab
 
 # A decode maps the whole file into memory; above this size only the tensors' names and shapes are tried.
 DECODE_UP_TO = 512 * 1024**2
@@ -22,7 +18,7 @@ PROBE = "The quick brown fox, 1 2 3."
 PROBE_TOKENS = 8
 
 
-def verify_file(path: Path, checkpoint: Checkpoint | None, vocab: GGUFVocab | None, progress: Callable[[int], None]) -> tuple[str, ...]:
+def verify_file(path: Path, checkpoint: Checkpoint | None, progress: Callable[[int], None]) -> tuple[str, ...]:
     """Everything tested on ``path``, in words; with a checkpoint, its tokenizer and template too. ``progress`` gets bytes, the file's size in all.
 
     Raises `ConversionFailed` with the first thing that is wrong.
@@ -33,7 +29,7 @@ def verify_file(path: Path, checkpoint: Checkpoint | None, vocab: GGUFVocab | No
     if checkpoint is not None:
         from edgeinfer.convert.parity import check_parity
 
-        check_parity(checkpoint, path, vocab=vocab)
+        check_parity(checkpoint, path)
         checks.append("its tokenizer gives the source's ids")
         if checkpoint.chat_template:
             checks.append("its chat template gives the source's ids")
