@@ -11,6 +11,7 @@ from llama_logits import logits
 from tiny import change_weights, tiny, weights_sha256
 
 from edgeinfer.convert import convert
+from edgeinfer.errors import ConversionFailed
 
 
 def golden(name: str) -> Golden:
@@ -55,6 +56,14 @@ def test_source_type_and_shards_do_not_matter(dtype: str, shards: int, shard_nam
 )
 def test_tied_untied_and_superfluous_heads(head: str, name: str, tmp_path: Path) -> None:  # case 3
     assert_matches(converted_logits(tiny(tmp_path / "model", "llama", head=head), name), name)
+
+
+def test_no_flag_and_no_head(tmp_path: Path) -> None:  # case 3
+    """The family's default decides: Gemma ties, Llama does not and so lacks a tensor."""
+    assert_matches(converted_logits(tiny(tmp_path / "gemma" / "model", "gemma3", head="unsaid"), "gemma3"), "gemma3")
+    with pytest.raises(ConversionFailed, match=r"lm_head\.weight is missing"):
+        convert(tiny(tmp_path / "llama" / "model", "llama", head="unsaid"), "gguf-f32", tmp_path / "llama.gguf")
+    assert not (tmp_path / "llama.gguf").exists()
 
 
 @pytest.mark.parametrize("keys", ["rope_type", "type", "rope_parameters"])
