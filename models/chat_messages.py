@@ -12,6 +12,11 @@ from typing import Any
 
 from edgeinfer.errors import BadRequest
 
+# Characters that survive whatever a template does to text, for callers who must find message text again in the result: symbols of an ancient divination
+# book that nobody types. Not white space (strip), no letters (upper), printable (a printed list or dictionary shows them as they are, which it does not
+# with Unicode's noncharacters).
+MARKS = tuple(map(chr, range(0x1D300, 0x1D357)))
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

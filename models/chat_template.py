@@ -27,7 +27,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from edgeinfer.errors import BadRequest, ChatTemplateError
-from edgeinfer.models.chat_messages import normalise_messages
+from edgeinfer.models.chat_messages import MARKS, normalise_messages
 from edgeinfer.models.template_budget import Budget, check_brace_format, check_percent_format, check_replace
 
 MAX_SOURCE = 1_000_000                    # characters of template source
@@ -39,8 +39,8 @@ _STRING_METHODS = frozenset(
     "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper join lower "
     "lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()
 )
-# What ensure_ascii escapes. Noncharacters are spared: they are how the caller recognises message text in the result.
-_ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
+# What ensure_ascii escapes. The marks are spared, so that the caller finds them.
+_ESCAPED = re.compile(rf"[^\x00-\x7f{MARKS[0]}-{MARKS[-1]}]")
 _GROWING_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "urlize", "wordwrap", "xmlattr"})
 # Names that no template can write, so that none can call or shadow them.
 _STEP, _MADE, _CONCAT = "step!", "made!", "concat!"

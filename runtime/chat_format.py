@@ -1,8 +1,8 @@
 """Messages to token ids: the chat template's scaffolding as control tokens, everybody's words as text.
 
 The danger is that a message spells a marker ("<|im_end|>") and ends its own turn. The rule: a marker counts only when the template wrote it. To tell
-the two apart after rendering, every character of a message at which a marker could begin or end gets an invisible mark beside it, a noncharacter that
-occurs nowhere in the chat. Where the rendered text spells a marker across such a mark, the text is cut there; all marks vanish, and the pieces are
+the two apart after rendering, every character of a message at which a marker could begin or end gets a mark beside it, a character that occurs nowhere
+in the chat. Where the rendered text spells a marker across such a mark, the text is cut there; all marks vanish, and the pieces are
 tokenised one by one. No token spans a cut, so no marker can form, however it was assembled: nested, glued from two messages, or finished by the template.
 
 For SentencePiece vocabularies with a space prefix, llama.cpp puts that space before every piece: "<|im_end|>" in a message then reads as "< |im_end|>"
@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import BadRequest
-from edgeinfer.models.chat_messages import normalise_messages
+from edgeinfer.models.chat_messages import MARKS, normalise_messages
 from edgeinfer.runtime.backend import Vocab
 
 if TYPE_CHECKING:
     from edgeinfer.models.chat_template import ChatTemplate
-
-_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))     # Unicode promises never to assign these 32
 
 
 def encode_chat(vocab: Vocab, template: ChatTemplate, messages: Iterable[Mapping[str, Any]], /, **kwargs: Any) -> list[int]:
@@ -37,7 +35,7 @@ def encode_chat(vocab: Vocab, template: ChatTemplate, messages: Iterable[Mapping
     """
     markers = _markers(vocab.markers, vocab.user_markers, template.source)
     normal = normalise_messages(messages)
-    mark = _unused_noncharacter([normal, kwargs, template.source])
+    mark = _unused_mark([normal, kwargs, template.source])
     marked = [_mark_message(message, markers, mark) for message in normal]
     kwargs = {name: _mark(value, markers, mark) for name, value in kwargs.items()}
     text, cuts = _cuts(template.render(marked, **kwargs), markers, mark)
@@ -134,19 +132,19 @@ def _cuts(marked: str, markers: _Markers, mark: str) -> tuple[str, list[int]]:
     return text, cuts
 
 
-def _unused_noncharacter(chat: Any) -> str:
-    used = _noncharacters_in(chat)
-    free = next((mark for mark in _NONCHARACTERS if mark not in used), None)
+def _unused_mark(chat: Any) -> str:
+    used = _marks_in(chat)
+    free = next((mark for mark in MARKS if mark not in used), None)
     if free is None:
-        raise BadRequest("The messages use every Unicode noncharacter from U+FDD0 to U+FDEF; remove one of them.")
+        raise BadRequest(f"The messages use every character from U+{ord(MARKS[0]):X} to U+{ord(MARKS[-1]):X}; remove one of them.")
     return free
 
 
-def _noncharacters_in(value: Any) -> set[str]:
+def _marks_in(value: Any) -> set[str]:
     if isinstance(value, str):
-        return {mark for mark in _NONCHARACTERS if mark in value} if not value.isascii() else set()
+        return {mark for mark in MARKS if mark in value} if not value.isascii() else set()
     if isinstance(value, Mapping):
-        return _noncharacters_in([*value.keys(), *value.values()])
+        return _marks_in([*value.keys(), *value.values()])
     if isinstance(value, (list, tuple)):
-        return set().union(*map(_noncharacters_in, value))
+        return set().union(*map(_marks_in, value))
     return set()

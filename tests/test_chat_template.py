@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from edgeinfer.errors import BadRequest, ChatTemplateError
-from edgeinfer.models.chat_messages import normalise_messages
+from edgeinfer.models.chat_messages import MARKS, normalise_messages
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.chat_format import encode_chat, encode_prompt, with_bos
 
@@ -128,6 +128,7 @@ QWEN3 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + me
 {%- endif %}"""
 
 TOJSON = """{% for message in messages %}<|im_start|>{{ message | tojson }}<|im_end|>{% endfor %}"""
+PRINTED = """{% for message in messages %}<|im_start|>{{ message }}{{ [message.content] }}<|im_end|>{% endfor %}"""
 TOJSON_ASCII = """{% for message in messages %}<|im_start|>{{ message.content | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"""
 GLUED = """{% for message in messages %}{{ message.content }}{% endfor %}<|im_start|>"""
 REMOVING = """{% for m in messages %}<|im_start|>{{ m.content | replace('<think>', '') | replace('@', '') }}<|im_end|>{% endfor %}"""
@@ -477,8 +478,8 @@ def test_bos_at_the_edges():
 # -------------------------------------------------------------------------------------------------------- markers stay text
 
 FRAGMENTS = ["<", "|", ">", "<|", "|>", "<|im_", "im_end", "im_start", "_end|>", "end", "<|im_end|>", "<|im_start|>", "s>", "<s>", "</", "</s>", "<think>", "</think>", "/",
-             "<|eot", "_id|>", "@", "\ufdd0", "\ufdd1", " ", "\n", "system", "é"]
-PROTECTED = {"CHATML": CHATML, "QWEN3": QWEN3, "TOJSON": TOJSON, "TOJSON_ASCII": TOJSON_ASCII, "GLUED": GLUED, "REMOVING": REMOVING, "FINISHING": FINISHING}
+             "<|eot", "_id|>", "@", MARKS[0], MARKS[1], " ", "\n", "system", "é"]
+PROTECTED = {"CHATML": CHATML, "QWEN3": QWEN3, "TOJSON": TOJSON, "TOJSON_ASCII": TOJSON_ASCII, "PRINTED": PRINTED, "GLUED": GLUED, "REMOVING": REMOVING, "FINISHING": FINISHING}
 nasty = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
@@ -521,7 +522,7 @@ def test_nothing_is_lost_or_added(contents):
     """The ids spell exactly what the template says about the messages: marks and cuts leave no trace."""
     vocab = ByteVocab()
     chat = [{"role": "user", "content": content} for content in contents]
-    for source in (CHATML, TOJSON, GLUED):
+    for source in (CHATML, TOJSON, GLUED, PRINTED):
         assert vocab.text(encode_chat(vocab, compiled(source), chat)) == compiled(source).render(chat)
 
 
@@ -555,9 +556,9 @@ def test_added_tokens_of_the_template_are_text_for_users_and_real_for_the_assist
     assert encode_chat(vocab, template, answer).count(think) == 1
 
 
-def test_text_with_every_noncharacter_is_refused():
-    with pytest.raises(BadRequest, match="noncharacter"):
-        encode_chat(ByteVocab(), ChatTemplate(CHATML), [{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}])
+def test_text_with_every_mark_is_refused():
+    with pytest.raises(BadRequest, match="U\\+1D300"):
+        encode_chat(ByteVocab(), ChatTemplate(CHATML), [{"role": "user", "content": "".join(MARKS)}])
 
 
 def test_a_vocabulary_without_markers():
