@@ -59,7 +59,6 @@ def convert(
     stages = Stages(progress)
     threads = threads or os.cpu_count() or 1
     plan, report, checkpoint = _prepare(source, target, out, pre, threads, stages)
-    give_back_freed()
     report = replace(report, dry_run=dry_run)
     if not dry_run:
         report = replace(report, checks=_write(plan, report.output, checkpoint, threads, verify, stages))
@@ -114,6 +113,7 @@ def _write(plan: Plan, final: Path, checkpoint: Checkpoint | None, threads: int,
             count = stages.counter("write", sum(tensor.nbytes for tensor in plan.tensors))
             write_tensors(path, plan, threads, count)
         with ThreadPoolExecutor(1) as background, stages.timed("verify"):
+            give_back_freed()                            # before llama.cpp maps the whole file
             synced = background.submit(sync, path)       # the disk works while the file, still in memory, is tested
             checks = verify_file(path, checkpoint, stages.counter("verify", plan.size)) if verify else ()
             synced.result()
