@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import EdgeInferError, ModelDamaged, ModelNotFound
+from edgeinfer.models.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 SHARD_BYTES = 100 * 1024**2
 INDEX = "model.safetensors.index.json"
@@ -106,20 +107,17 @@ def make(out: Path) -> Path:
 
 
 def _write(folder: Path) -> None:
-    from gguf import GGUFReader
-
-    reader = GGUFReader(package_gguf())
-    meta = {key: field.contents() for key, field in reader.fields.items()}
-    _write_texts(folder, meta)
-    _write_shards(folder, list(_sources(reader, meta)))
+    header = read_header(package_gguf())
+    _write_texts(folder, header.metadata)
+    _write_shards(folder, list(_sources(header)))
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------------------------
 
-def _sources(reader: Any, meta: dict[str, Any]) -> Iterator[Source]:
-    heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
-    for tensor in reader.tensors:
-        shape = tuple(int(size) for size in reversed(tensor.shape))
+def _sources(header: GGUFHeader) -> Iterator[Source]:
+    heads = {"attn_q": header.metadata["llama.attention.head_count"], "attn_k": header.metadata["llama.attention.head_count_kv"]}
+    for tensor in header.tensors.values():
+        shape = tensor.shape[::-1]                       # GGUF counts dimensions from the row outward
         if tensor.name in GLOBAL_NAMES:
             yield Source(GLOBAL_NAMES[tensor.name], shape, lambda tensor=tensor: _float16(tensor))
             continue
@@ -131,16 +129,21 @@ def _sources(reader: Any, meta: dict[str, Any]) -> Iterator[Source]:
         )
 
 
-def _float16(tensor: Any) -> np.ndarray:
+def _float16(tensor: GGUFTensor) -> np.ndarray:
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    values = np.empty(shape, np.float16)
-    for start in range(0, len(values), 4096):            # by rows: float32 values of the whole embedding would be the largest thing in memory
-        values[start:start + 4096] = dequantize(tensor.data[start:start + 4096], tensor.tensor_type)
+    shape = tensor.shape[::-1]
+    rows = shape[0] if len(shape) > 1 else 1
+    stored = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (rows, tensor.nbytes // rows)).view(np.ndarray)
+    values = np.empty((rows, shape[-1]), np.float16)
+    for start in range(0, rows, 4096):                   # by rows: float32 values of the whole embedding would be the largest thing in memory
+        # As one long row, since the package works through rows in groups of sixteen and blocks do not care.
+        some = dequantize(stored[start:start + 4096].reshape(1, -1), GGMLQuantizationType[tensor.type])
+        values[start:start + 4096] = some.reshape(-1, shape[-1])
     if not np.isfinite(values).all():
-        raise ModelDamaged(f"The tensor {tensor.name} of {package_gguf()} has values that float16 cannot hold.")
-    return values
+        raise ModelDamaged(f"The tensor {tensor.name} of {tensor.file} has values that float16 cannot hold.")
+    return values.reshape(shape)
 
 
 def _rotate_half_rows(rows_OD: np.ndarray, heads: int | None) -> np.ndarray:
@@ -184,7 +187,7 @@ def _write_safetensors(path: Path, sources: list[Source]) -> None:
 # --- configuration and tokenizer -------------------------------------------------------------------------------------------------------------------
 
 def _write_texts(folder: Path, meta: dict[str, Any]) -> None:
-    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    tokens = list(meta["tokenizer.ggml.tokens"])
     ids = {name: int(meta[f"tokenizer.ggml.{key}_token_id"])
            for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()}
     special = [index for index, kind in enumerate(meta["tokenizer.ggml.token_type"]) if kind == 3]
@@ -206,7 +209,7 @@ def _write_texts(folder: Path, meta: dict[str, Any]) -> None:
         "tokenizer_class": "GPT2Tokenizer",
         "vocab_size": len(tokens),
     })
-    _write_tokenizer(folder / "tokenizer.json", tokens, meta["tokenizer.ggml.merges"], special)
+    _write_tokenizer(folder / "tokenizer.json", tokens, list(meta["tokenizer.ggml.merges"]), special)
 
 
 def _config(meta: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
