@@ -4,6 +4,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from vocab_folders import change, differing, parity
 
 from edgeinfer.convert.parity import reference_tokenizer
 from edgeinfer.convert.vocab import read_vocab
@@ -58,3 +59,34 @@ _texts = st.one_of(st.text(st.characters(exclude_categories=["Cs"], exclude_char
 @example(text=" " * 513 + "\n")
 def test_any_text_has_the_same_ids_on_both_sides(reference, native, text):
     assert native.tokenize(text, add_special=False, parse_special=True) == reference.encode(text)
+
+
+def as_saved_from_a_gguf(folder):
+    """What comes out when a GGUF of this vocabulary is opened and saved by a tool that takes every llama for a SentencePiece one."""
+
+    def claim(document):
+        document["model"] |= {"byte_fallback": True, "fuse_unk": True}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        to_space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        document["normalizer"] = {"type": "Sequence", "normalizers": []}
+        document["pre_tokenizer"] = byte_level
+        document["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, to_space, byte_level]}
+
+    change(folder / "tokenizer.json", claim)
+    change(folder / "tokenizer_config.json", lambda config: config.update(tokenizer_class="LlamaTokenizer", legacy=True, add_prefix_space=True))
+
+
+def test_a_folder_that_claims_to_be_llama_goes_by_its_rules(demo_checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in demo_checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes()) if path.suffix == ".json" else (folder / path.name).symlink_to(path)
+    as_saved_from_a_gguf(folder)
+    vocab, texts, chats = parity(folder, tmp_path)
+    assert (vocab.model, vocab.pre, vocab.scores) == ("gpt2", "gpt-2", None)         # its digits are no longer cut one by one, and that is what it says
+    assert differing(vocab, texts, chats) == []
+
+
+def test_a_wrong_name_for_the_pre_tokenizer_does_not_pass(demo_checkpoint, tmp_path):
+    vocab, texts, _chats = parity(demo_checkpoint, tmp_path, pre="gpt-2")
+    assert not texts.ok and "differs from token" in differing(vocab, texts)[0]
