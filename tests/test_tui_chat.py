@@ -43,7 +43,7 @@ class Chat:
         await self.pilot.pause()
 
     async def idle(self) -> None:
-        await self.until(lambda: self.app._phase is Phase.IDLE)
+        await self.until(lambda: self.app.phase is Phase.IDLE)
 
     async def send(self, text: str) -> None:
         self.prompt.text = text
@@ -274,6 +274,22 @@ async def test_up_in_an_empty_draft_walks_back_and_down_returns():
         it.prompt.text = "typed"
         await it.pilot.press("up", "up")
         assert it.prompt.text == "typed"
+
+
+@scenario
+async def test_keys_that_arrive_in_one_burst_keep_their_order():
+    """A fast typist or a script: nothing typed before Enter may miss the message, nothing typed after it may get lost."""
+    async with chat("1", "2") as it:
+        for character in "first":
+            it.app.post_message(events.Key(character, character))
+        it.app.post_message(events.Key("ctrl+j", "\n"))
+        it.app.post_message(events.Paste("pasted"))
+        it.app.post_message(events.Key("enter", "\r"))
+        for character in "next":
+            it.app.post_message(events.Key(character, character))
+        await it.until(lambda: it.prompt.text == "next")
+        await it.idle()
+        assert it.users == ["first\npasted"]
 
 
 # --------------------------------------------------------------------------------------------------------- stopping, failing

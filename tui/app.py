@@ -98,7 +98,8 @@ class ChatApp(App[None]):
         self._model_name = title
         self._engine: ChatEngine | None = None
         self._stream: ChatStream | None = None
-        self._phase = Phase.LOADING
+        self.phase = Phase.LOADING
+        """What the engine is doing for this conversation."""
         self._closing = False
         self._armed = False
         self._loading_since = time.monotonic()
@@ -121,10 +122,10 @@ class ChatApp(App[None]):
     @property
     def answering(self) -> bool:
         """Whether a request is running."""
-        return self._phase not in (Phase.LOADING, Phase.IDLE)
+        return self.phase not in (Phase.LOADING, Phase.IDLE)
 
     def _enter(self, phase: Phase) -> None:
-        self._phase = phase
+        self.phase = phase
         self._show_readings()
         # Idle, nothing moves: the instruments keep the last answer's figures and the timer rests.
         self._ticker.pause() if phase is Phase.IDLE else self._ticker.resume()
@@ -134,11 +135,11 @@ class ChatApp(App[None]):
         """Copy the engine's instruments to the screen. Reading them costs the engine nothing."""
         stream = self._stream
         usage, timings = (stream.usage, stream.timings) if stream else (Usage(), Timings())
-        if stream is not None and self._phase in (Phase.WAITING, Phase.PREFILL, Phase.DECODE):
-            self._phase = Phase.DECODE if timings.predicted_n else Phase.PREFILL if stream.progress else Phase.WAITING
+        if stream is not None and self.phase in (Phase.WAITING, Phase.PREFILL, Phase.DECODE):
+            self.phase = Phase.DECODE if timings.predicted_n else Phase.PREFILL if stream.progress else Phase.WAITING
         readings = Readings(
-            phase=self._phase,
-            loading_ms=1e3 * (time.monotonic() - self._loading_since) if self._phase is Phase.LOADING else 0.0,
+            phase=self.phase,
+            loading_ms=1e3 * (time.monotonic() - self._loading_since) if self.phase is Phase.LOADING else 0.0,
             progress=stream.progress if stream else None,
             usage=usage,
             timings=timings,
@@ -197,7 +198,7 @@ class ChatApp(App[None]):
         except EdgeInferError as error:
             await self._fail(turn, answer, error, Usage(), Timings())
             return
-        if self._phase is Phase.STOPPING:
+        if self.phase is Phase.STOPPING:
             stream.cancel()
         async for batch in batches(stream.aevents()):
             await self._receive(turn, answer, batch)
@@ -250,30 +251,36 @@ class ChatApp(App[None]):
         self.notify(text, markup=False, timeout=_ARMED_FOR)
 
     async def on_prompt_submitted(self, message: PromptSubmitted) -> None:
-        command = commands.split(message.text)
+        draft = message.text
+        command = commands.split(draft)
         if command is not None:
-            await self._command(*command)
-        elif self._engine is None or self._phase is Phase.LOADING:
+            await self._command(draft, *command)
+        elif self._engine is None or self.phase is Phase.LOADING:
+            self._prompt.give_back(draft)
             self._hint("The model is still loading; the draft is kept.")
         elif self.answering:
+            self._prompt.give_back(draft)
             self._hint("An answer is running; Esc stops it. The draft is kept.")
         else:
-            self._prompt.accept()
+            # Line ends around a message are how it was pasted, not what it says.
+            text = draft.strip("\n")
+            self._prompt.remember(text)
             self._armed = False
-            turn = self.session.ask(message.text)
+            turn = self.session.ask(text)
             self._stream = None
             self._enter(Phase.WAITING)
-            await self._view.add_user(message.text)
+            await self._view.add_user(text)
             self._answer(self._engine, turn)
 
-    async def _command(self, name: str, argument: str) -> None:
+    async def _command(self, draft: str, name: str, argument: str) -> None:
         context = commands.Context(self.session, self._engine.info if self._engine else None, tuple(sorted(self.available_themes)))
         outcome = commands.execute(context, name, argument)
         if outcome.failed:
             # The draft stays, so that a slip of the finger can be mended.
+            self._prompt.give_back(draft)
             await self._view.add_notice(outcome.text, "error")
             return
-        self._prompt.accept()
+        self._prompt.remember(draft.strip())
         if outcome.text:
             await self._view.add_notice(outcome.text)
         match outcome.action:
@@ -289,7 +296,7 @@ class ChatApp(App[None]):
                 self.exit()
 
     async def _regenerate(self) -> None:
-        if self._engine is None or self._phase is not Phase.IDLE:
+        if self._engine is None or self.phase is not Phase.IDLE:
             self._hint("An answer is running; Esc stops it." if self.answering else "The model is still loading.")
             return
         turn = self.session.ask_again()

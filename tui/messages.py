@@ -9,7 +9,7 @@ from textual.message import Message
 
 @dataclass
 class PromptSubmitted(Message):
-    """The reader pressed Enter on a draft that is not blank."""
+    """The reader pressed Enter on a draft that is not blank, and the draft left the editor. `text` is the draft as it was."""
 
     text: str
 

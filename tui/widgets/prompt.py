@@ -17,9 +17,10 @@ class PromptEditor(TextArea):
     """Enter sends, Ctrl+J makes a new line, a paste of any size is part of the draft. Up in an empty draft recalls what was sent before."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        # Priority, because TextArea itself takes Enter before its bindings are asked.
-        Binding("enter", "submit", "Send", key_display="⏎", priority=True),
-        Binding("ctrl+j,alt+enter,shift+enter", "newline", "New line", key_display="^J", priority=True),
+        # For the footer; the keys are taken in `_on_key`. A priority binding would run in the application's queue and overtake the characters
+        # typed just before it, which are still in this widget's.
+        Binding("enter", "submit", "Send", key_display="⏎"),
+        Binding("ctrl+j,alt+enter,shift+enter", "newline", "New line", key_display="^J"),
     ]
 
     def __init__(self) -> None:
@@ -33,22 +34,33 @@ class PromptEditor(TextArea):
         """Messages that Up recalls, oldest first."""
         self._recalled: int | None = None
 
+    async def _on_key(self, event: events.Key) -> None:
+        action = {"enter": self.action_submit, **dict.fromkeys(("ctrl+j", "alt+enter", "shift+enter"), self.action_newline)}.get(event.key)
+        if action is not None:
+            event.stop()
+            event.prevent_default()
+            action()
+
     def action_submit(self) -> None:
-        """Offer the draft to the application, which takes it away with `accept` when it goes."""
+        """Take the draft out and offer it. What is typed from now on belongs to the next one; `give_back` undoes it."""
         if self.text.strip():
-            self.post_message(PromptSubmitted(self.text.strip("\n")))
+            text = self.text
+            self._recalled = None
+            self.load_text("")
+            self.post_message(PromptSubmitted(text))
 
     def action_newline(self) -> None:
         self.insert("\n", maintain_selection_offset=False)
         self.scroll_cursor_visible()
 
-    def accept(self) -> None:
-        """The draft was sent: remember and remove it."""
-        text = self.text.strip("\n")
+    def remember(self, text: str) -> None:
+        """Let Up recall this message."""
         if not self.sent or self.sent[-1] != text:
             self.sent.append(text)
-        self._recalled = None
-        self.load_text("")
+
+    def give_back(self, text: str) -> None:
+        """The offer was declined: the draft is as if Enter had not been pressed."""
+        self._show(text + self.text)
 
     def restore(self, text: str) -> None:
         """Put a text back that could not be answered, unless something else has been begun meanwhile."""
