@@ -1,7 +1,7 @@
 """Chat messages in the one shape that templates may rely on.
 
-Clients send ``content`` as null, leave it out, or send a list of parts; templates slice it, strip it and add it to strings. Normalising comes first, so
-that no template meets a shape its author did not think of.
+Clients send ``content`` as null, leave it out, or send a list of parts; templates slice it, strip it and add it to strings. Normalising comes first,
+so that no template meets a shape its author did not think of.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from edgeinfer.errors import BadRequest
 
-# Characters that survive whatever a template does to text, for callers who must find message text again in the result: symbols of an ancient divination
-# book that nobody types. Not white space (strip), no letters (upper), printable (a printed list or dictionary shows them as they are, which it does not
-# with Unicode's noncharacters).
+# Characters that survive whatever a template does to text, for callers who must find message text again in the result: symbols of an ancient
+# divination book that nobody types. Not white space (strip), no letters (upper), printable (a printed list or dictionary shows them as they are,
+# which it does not with Unicode's noncharacters).
 MARKS = tuple(map(chr, range(0x1D300, 0x1D357)))
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

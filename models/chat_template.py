@@ -2,7 +2,8 @@
 
 A template is code from whoever made the model file, so it runs in jinja2's immutable sandbox under a `Budget`, and sees what Hugging Face's
 ``apply_chat_template`` gives its templates (trim_blocks, lstrip_blocks, loop controls, ``generation`` blocks, ``tojson``, ``strftime_now``,
-``raise_exception``, ``bos_token``, ``eos_token``). There is no built-in format to fall back to: a template that fails is an error, never another prompt.
+``raise_exception``, ``bos_token``, ``eos_token``). There is no built-in format to fall back to: a template that fails is an error, never another
+prompt.
 
 jinja2 alone bounds only range(). The rest is done to the parsed template before it is compiled: loop bodies, list literals and ``~`` get a counting
 call, and filters, tests, calls and the operators that can grow their operands are counted or refused by size.
@@ -36,8 +37,9 @@ _PROBE = "edgeinfer-system-probe"
 
 # The methods of strings that templates use. Those that pad to a width, encode or translate are left out: they make much from little.
 _STRING_METHODS = frozenset(
-    "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper join lower "
-    "lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split()
+    "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper join "
+    "lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase "
+    "title upper".split()
 )
 # What ensure_ascii escapes. The marks are spared, so that the caller finds them.
 _ESCAPED = re.compile(rf"[^\x00-\x7f{MARKS[0]}-{MARKS[-1]}]")
@@ -64,13 +66,16 @@ class ChatTemplate:
         self._tokens = {name: text for name, text in (("bos_token", bos_text), ("eos_token", eos_text)) if text}
         self._template = _running(lambda: _compile(source))
 
-    def render(self, messages: Iterable[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any) -> str:
+    def render(
+        self, messages: Iterable[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any
+    ) -> str:
         """The prompt text for ``messages`` (normalised by `normalise_messages` first).
 
-        System messages: a template that refuses or ignores them (found out once, by rendering a probe) gets the leading ones merged into the first user
-        turn, separated by an empty line. "developer" is the system role for templates that do not mention it.
+        System messages: a template that refuses or ignores them (found out once, by rendering a probe) gets the leading ones merged into the first
+        user turn, separated by an empty line. "developer" is the system role for templates that do not mention it.
         kwargs: further variables of the template, e.g. ``enable_thinking``.
-        Raises `ChatTemplateError` with the template's own message when it refuses, fails, or exceeds its budget, and `BadRequest` for malformed messages.
+        Raises `ChatTemplateError` with the template's own message when it refuses, fails, or exceeds its budget, and `BadRequest` for malformed
+        messages.
         """
         taken = _RESERVED.intersection(kwargs)
         if taken:

@@ -1,7 +1,7 @@
 """How much work one rendering of a chat template may cost.
 
-A template comes with a model file from anywhere, so it must end soon and in bounded memory whatever it says. The rule: nothing large is made in one go
-(what would be is refused before it is made), everything made is counted, and the clock is looked at every few steps. Limits are far above what the
+A template comes with a model file from anywhere, so it must end soon and in bounded memory whatever it says. The rule: nothing large is made in one
+go (what would be is refused before it is made), everything made is counted, and the clock is looked at every few steps. Limits are far above what the
 templates of real models need; they are no promise of a render time to the millisecond.
 """
 

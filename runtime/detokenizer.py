@@ -1,7 +1,7 @@
 """Token ids to text, as they come.
 
-One rule: text leaves only when its last byte has arrived, so joining what `Detokenizer.push` and `Detokenizer.flush` return gives exactly what decoding
-all bytes at once would, wherever the tokens divide them.
+One rule: text leaves only when its last byte has arrived, so joining what `Detokenizer.push` and `Detokenizer.flush` return gives exactly what
+decoding all bytes at once would, wherever the tokens divide them.
 """
 
 from __future__ import annotations

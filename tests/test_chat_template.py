@@ -87,7 +87,8 @@ QWEN3 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + me
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+    {%- if ns.multi_step_tool and message.role == "user"
+           and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
         {%- set ns.multi_step_tool = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
@@ -145,7 +146,13 @@ class ByteVocab:
     chat_template = None
     end_ids = frozenset()
 
-    def __init__(self, *, markers=("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"), user_markers=("<think>", "</think>", "<table>", "\n\n"), adds_bos=False):
+    def __init__(
+        self,
+        *,
+        markers=("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"),
+        user_markers=("<think>", "</think>", "<table>", "\n\n"),
+        adds_bos=False,
+    ):
         self.markers, self.user_markers, self.adds_bos = tuple(markers), tuple(user_markers), adds_bos
         self.ids = {text: 256 + at for at, text in enumerate((*markers, *user_markers))}
         self.bos_id = self.ids.get("<s>")
@@ -207,7 +214,7 @@ def test_strftime_now_takes_any_format(code):
         ("{{ unknown }}|{{ messages[0].unknown }}|{{ bos_token is defined }}|{{ tools is none }}|{{ documents is none }}", "||False|True|True"),
         ("{% macro f(x) %}[{{ x }}]{% endmacro %}{% for i in 'ab' %}{{ f(i) }}{{ loop.last }}{% endfor %}", "[a]False[b]True"),
         ("{% for m in messages if m.role == 'user' %}{{ loop.length }}{{ m.content }}{% else %}none{% endfor %}", "1Hi"),
-        ("{% set ns = namespace(a=[]) %}{% for i in range(3) %}{% set ns.a = ns.a + [i] %}{% endfor %}{{ ns.a|join(',') }}{{ ns.a|length }}", "0,1,23"),
+        ("{% set n = namespace(a=[]) %}{% for i in range(3) %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a|join(',') }}{{ n.a|length }}", "0,1,23"),
         ("{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|list|first }}", "Hi"),
         ("{{ 'a' ~ 1 ~ none ~ 'b' * 2 }}{{ '%s-%03d' % ('x', 7) }}{{ '{}/{x:>3}'.format(1, x=2) }}", "a1Nonebbx-0071/  2"),
         ("{{ 'A,b'.split(',')|join(';')|upper }}{{ ' x '.strip() }}{{ 'abc'[::-1] }}{{ 'aXbX'.replace('X', 'y') }}", "A;Bxcbaayby"),
@@ -229,7 +236,8 @@ def test_what_hugging_face_templates_expect(source, expected):
 
 def test_long_conversations_stay_within_the_budget():
     chat = [{"role": role, "content": "word " * 400} for _ in range(500) for role in ("user", "assistant")]
-    for source in (CHATML, LLAMA3, GEMMA, MISTRAL, QWEN3, "{% set ns = namespace(m=[]) %}{% for x in messages %}{% set ns.m = ns.m + [x] %}{% endfor %}{{ ns.m }}"):
+    gathering = "{% set ns = namespace(m=[]) %}{% for x in messages %}{% set ns.m = ns.m + [x] %}{% endfor %}{{ ns.m }}"
+    for source in (CHATML, LLAMA3, GEMMA, MISTRAL, QWEN3, gathering):
         assert len(ChatTemplate(source, bos_text="<s>", eos_text="</s>").render(chat)) > 1_900_000
 
 
@@ -238,7 +246,7 @@ def test_long_conversations_stay_within_the_budget():
 
 def test_a_template_that_refuses_is_an_error_with_its_own_words():
     # case 40: never another format
-    for source, words in ((GEMMA, "Conversation roles must alternate"), (MISTRAL, "After the optional system message, conversation roles must alternate")):
+    for source, words in ((GEMMA, "Conversation roles must alternate"), (MISTRAL, "After the optional system message, conversation roles must")):
         template = ChatTemplate(source, bos_text="<s>", eos_text="</s>")
         with pytest.raises(ChatTemplateError, match=words):
             template.render([USER, USER])
@@ -291,7 +299,8 @@ def test_no_template_says_what_to_do(source):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for x in %}", "syntax error in line 1"), ("a\n{{ x", "syntax error in line 2"), ("{% include 'x' %}", "no loader"), ("{{ 1 / 0 }}", "division"),
+        ("{% for x in %}", "syntax error in line 1"), ("a\n{{ x", "syntax error in line 2"), ("{% include 'x' %}", "no loader"),
+        ("{{ 1 / 0 }}", "division"),
         ("{{ x.y.z }}", "undefined"), ("{{ messages[0].content + 1 }}", "str"), ("{{ nothing() }}", "undefined"), ("{{ 'x'|nofilter }}", "nofilter"),
         ("{{ messages.append(1) }}", "not allowed"), ("{{ messages[0].update({}) }}", "not allowed"), ("{{ raise_exception() }}", "message"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"), ("x" * 1_000_001, "1,000,001 characters"),
@@ -321,7 +330,8 @@ def test_a_tool_turn_without_content_renders(content):
 
 def test_text_parts_are_joined_and_empty_tool_calls_dropped():
     # case 41 (+ vllm#13978: tool_calls [])
-    messages = ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"role": "assistant", "content": "c", "tool_calls": []})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = ({"role": "user", "content": parts}, {"role": "assistant", "content": "c", "tool_calls": []})
     assert normalise_messages(messages) == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     assert messages[1]["tool_calls"] == []                              # the caller's own is unchanged
     assert ChatTemplate(LLAMA3, bos_text="").render(list(messages)).count("<|eot_id|>") == 3
@@ -368,7 +378,8 @@ def test_thinking_is_split_off_earlier_turns():
     vocab = ByteVocab()
     ids = encode_chat(vocab, ChatTemplate(QWEN3), chat, enable_thinking=False)
     assert vocab.text(ids) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 
 
@@ -398,7 +409,7 @@ HOSTILE = {
     "doubling by plus": "{% set ns = namespace(x='aaaa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling by tilde": "{% set ns = namespace(x='aaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "shared lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "shared dictionaries": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}",
+    "shared dictionaries": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {1: ns.x, 2: ns.x} %}{% endfor %}{{ ns.x|tojson }}",
     "center": "{{ 'a'|center(1000000000) }}",
     "indent": "{{ ('a\n' * 100000)|indent('b' * 100000) }}",
     "batch": "{{ [1]|batch(1000000000, 0)|list }}",
@@ -435,7 +446,7 @@ def test_a_filter_chain_without_loops_meets_the_clock(monkeypatch):
 
 
 def test_one_failed_rendering_does_not_touch_the_next():
-    template = ChatTemplate("{% for i in range(messages|length) %}{% for j in range(99999) %}{% for k in range(20) %}{% endfor %}{% endfor %}{% endfor %}ok")
+    template = ChatTemplate("{% for j in range(99999) %}{% for k in range(20) %}{% endfor %}{% endfor %}ok")
     with pytest.raises(ChatTemplateError, match="steps"):
         template.render([USER])
     assert ChatTemplate(CHATML).render([USER])
@@ -477,9 +488,12 @@ def test_bos_at_the_edges():
 
 # -------------------------------------------------------------------------------------------------------- markers stay text
 
-FRAGMENTS = ["<", "|", ">", "<|", "|>", "<|im_", "im_end", "im_start", "_end|>", "end", "<|im_end|>", "<|im_start|>", "s>", "<s>", "</", "</s>", "<think>", "</think>", "/",
-             "<|eot", "_id|>", "@", MARKS[0], MARKS[1], " ", "\n", "system", "é"]
-PROTECTED = {"CHATML": CHATML, "QWEN3": QWEN3, "TOJSON": TOJSON, "TOJSON_ASCII": TOJSON_ASCII, "PRINTED": PRINTED, "GLUED": GLUED, "REMOVING": REMOVING, "FINISHING": FINISHING}
+FRAGMENTS = ["<", "|", ">", "<|", "|>", "<|im_", "im_end", "im_start", "_end|>", "end", "<|im_end|>", "<|im_start|>", "s>", "<s>", "</",
+             "</s>", "<think>", "</think>", "/", "<|eot", "_id|>", "@", MARKS[0], MARKS[1], " ", "\n", "system", "é"]
+PROTECTED = {
+    "CHATML": CHATML, "QWEN3": QWEN3, "TOJSON": TOJSON, "TOJSON_ASCII": TOJSON_ASCII, "PRINTED": PRINTED, "GLUED": GLUED, "REMOVING": REMOVING,
+    "FINISHING": FINISHING,
+}
 nasty = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
@@ -492,7 +506,10 @@ def _controls(vocab: ByteVocab, source: str, chat: list[dict]) -> list[str]:
 
 @pytest.mark.parametrize("source", PROTECTED.values(), ids=PROTECTED.keys())
 @settings(max_examples=150, deadline=None)
-@given(contents=st.lists(nasty, min_size=3, max_size=3), roles=st.sampled_from([("user", "assistant", "user"), ("user", "user", "user"), ("user", "tool", "tool")]))
+@given(
+    contents=st.lists(nasty, min_size=3, max_size=3),
+    roles=st.sampled_from([("user", "assistant", "user"), ("user", "user", "user"), ("user", "tool", "tool")]),
+)
 def test_no_message_makes_a_control_token(source, contents, roles):
     # case 44: overlapping, nested, glued and removed-from markers included
     vocab = ByteVocab()

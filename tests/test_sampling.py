@@ -209,7 +209,7 @@ def test_no_seed_draws_one_and_reports_it(seed):
 
 def test_fresh_processes_draw_different_seeds():
     # case 84: "fresh process twice"
-    code = "from edgeinfer.runtime.sampling import Sampler; from edgeinfer.runtime.values import SamplingParams as P; print(Sampler(P(), n_vocab=4).seed)"
+    code = "from edgeinfer.runtime.sampling import *; print(Sampler(SamplingParams(), n_vocab=4).seed)"
     seeds = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert len(seeds) == 2
 
@@ -278,9 +278,11 @@ def test_bias_that_cannot_be_applied_is_refused(bias):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": 999_999}, {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": -1}, {"top_p": 0}, {"top_p": math.nan},
+        {"temperature": 999_999}, {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": -1}, {"top_p": 0},
+        {"top_p": math.nan},
         {"top_p": 1.5}, {"min_p": -0.1}, {"min_p": math.nan}, {"repeat_penalty": 0}, {"repeat_penalty": math.inf}, {"top_k": -1}, {"top_k": 2.5},
-        {"presence_penalty": math.nan}, {"frequency_penalty": math.inf}, {"temperature": "1"}, {"temperature": True}, {"repeat_last_n": -2}, {"seed": 1.5},
+        {"presence_penalty": math.nan}, {"frequency_penalty": math.inf}, {"temperature": "1"}, {"temperature": True}, {"repeat_last_n": -2},
+        {"seed": 1.5},
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(wrong):

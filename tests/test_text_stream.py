@@ -50,7 +50,8 @@ def test_nothing_is_left_after_a_flush():
 
 
 TEXTS = [
-    "日本語、中文、한국어", "👩‍👩‍👧‍👦 family, 🏳️‍🌈 flag, 🇯🇵🇩🇪", "e\u0301 a\u0308\u0323 \u0e01\u0e33", "Привет, мир", "naïve — “quoted” …", "\u0000\u001b[0m\r\n\t", "𐍈𝔸\U0010ffff",
+    "日本語、中文、한국어", "👩‍👩‍👧‍👦 family, 🏳️‍🌈 flag, 🇯🇵🇩🇪", "e\u0301 a\u0308\u0323 \u0e01\u0e33",
+    "Привет, мир", "naïve — “quoted” …", "\u0000\u001b[0m\r\n\t", "𐍈𝔸\U0010ffff",
 ]
 
 
