@@ -5,8 +5,8 @@ the two apart after rendering, every character of a message at which a marker co
 nowhere in the chat. Where the rendered text spells a marker across such a mark, the text is cut there; all marks vanish, and the pieces are tokenised
 one by one. No token spans a cut, so no marker can form, however it was assembled: nested, glued from two messages, or finished by the template.
 
-For SentencePiece vocabularies with a space prefix, llama.cpp puts that space before every piece: "<|im_end|>" in a message then reads as "<
-|im_end|>" or the like. Only texts that spell a marker are touched, and a stray space is a small price there.
+For SentencePiece vocabularies with a space prefix, llama.cpp puts that space before every piece, so a marker spelled in a message gets a space
+after its first character. Only texts that spell a marker are touched, and a stray space is a small price there.
 """
 
 from __future__ import annotations
