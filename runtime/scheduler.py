@@ -3,6 +3,9 @@
 There is no prefill phase and no decode phase. The one rule: each step lets every running sequence's ``num_computed`` catch up with its tokens, under
 a token budget. Decoders (one token behind) go first; what budget is left reads prompts, and less of it while anybody decodes, so that the gap
 between two tokens of one answer does not depend on the length of somebody else's prompt.
+
+A request with a seed of its own should repeat exactly, and kernels round differently by the number of rows in a batch. So its prompt is always read
+in chunks of one size that begin at multiples of it, whatever is cached, and its tokens are decoded in a batch of their own.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Scheduler:
         for seq in self.running:
             if seq.is_decoding or budget <= 0:
                 continue
-            size = min(budget, seq.num_uncomputed)
+            size = min(self._options.prefill_chunk_busy if seq.reproducible else budget, seq.num_uncomputed)
+            if size > budget:            # of a fixed size and not fitting any more: next step
+                break
             budget -= size
             prefills.append(_chunk(seq, size))
         return StepPlan(tuple(_chunk(seq, 1) for seq in decoding), tuple(prefills))
@@ -62,7 +67,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and not self._full:
             seq = self.waiting[0]
-            lease = self._slots.acquire(seq.tokens)
+            lease = self._slots.acquire(seq.tokens, multiple=self._options.prefill_chunk_busy if seq.reproducible else 1)
             if lease is None:
                 return
             self.waiting.popleft()
@@ -103,4 +108,4 @@ def _chunk(seq: Sequence, size: int) -> Chunk:
     assert seq.slot is not None
     start = seq.num_computed
     end = start + size
-    return Chunk(seq.slot, start, seq.tokens[start:end], wants_logits=end == len(seq.tokens))
+    return Chunk(seq.slot, start, seq.tokens[start:end], wants_logits=end == len(seq.tokens), alone=seq.reproducible)

@@ -97,6 +97,11 @@ class Sequence:
         return len(self.tokens) > self.prompt_len and self.num_uncomputed == 1
 
     @property
+    def reproducible(self) -> bool:
+        """The caller named a seed and will expect the same answer again, whoever else is being served then."""
+        return self.params.seed is not None and self.params.temperature > 0
+
+    @property
     def generated(self) -> int:
         return len(self.token_times)
 

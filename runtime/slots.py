@@ -57,15 +57,19 @@ class SlotTable:
         """Tokens held by idle slots."""
         return sum(slot.length for slot in self.slots if not slot.busy)
 
-    def acquire(self, tokens: list[int]) -> Lease | None:
-        """A slot for ``tokens`` with as much of their prefix as can be had; None, and nothing changed, when every slot is busy."""
+    def acquire(self, tokens: list[int], *, multiple: int = 1) -> Lease | None:
+        """A slot for ``tokens`` with as much of their prefix as can be had; None, and nothing changed, when every slot is busy.
+
+        ``multiple``: reuse a multiple of so many tokens.
+        """
         idle = [slot for slot in self.slots if not slot.busy]
         if not idle:
             return None
-        wanted = len(tokens) - 1
+        wanted = (len(tokens) - 1) // multiple * multiple
         donor, shared = self._donor(tokens, wanted)
         usable = self._backend.reusable(donor.index, donor.length, shared) if donor else 0
-        miss = self._miss(donor, wanted, shared, usable)
+        usable -= usable % multiple
+        miss = self._miss(donor, wanted, shared - shared % multiple, usable)
         target = self._target(idle, donor, usable)
         reused = self._fill(target, donor, usable)
         if reused < usable:

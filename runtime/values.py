@@ -94,6 +94,7 @@ class Chunk:
     start: int
     tokens: Seq[int]
     wants_logits: bool                   # of the last token of the chunk
+    alone: bool = False                  # in a native batch of its own: kernels round differently by the number of rows in a batch
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class LlamaOptions:
 
     ctx_size: int = 0                    # positions one sequence may use; 0: what the model was trained for, at most DEFAULT_CONTEXT
     parallel: int = 4                    # sequences held at once
-    kv_size: int = 0                     # tokens all sequences together may hold; 0: ctx_size
+    kv_unified: bool = True              # one KV cache that all sequences share, or (False) ctx_size tokens for each, parallel times the memory
+    kv_size: int = 0                     # tokens the shared cache holds; 0: ctx_size
     batch_size: int = 2048
     ubatch_size: int = 512
     threads: int = 0                     # 0: one per core this process may use
@@ -81,7 +82,7 @@ class LlamaCppBackend:
             raise BadRequest(f"The KV cache of {cells} tokens is smaller than the context of {self._n_ctx}; raise it or lower --ctx-size.")
         threads = options.threads or _cores()
         params = lib.llama_context_default_params()
-        params.n_ctx = cells
+        params.n_ctx = cells if options.kv_unified else self._n_ctx * options.parallel
         params.n_batch = min(options.batch_size, cells)
         params.n_ubatch = min(options.ubatch_size, params.n_batch)
         params.n_seq_max = options.parallel
@@ -90,7 +91,8 @@ class LlamaCppBackend:
         params.type_k = _ggml_type(options.cache_type_k)
         params.type_v = _ggml_type(options.cache_type_v)
         params.flash_attn_type = flash
-        params.kv_unified = True
+        params.kv_unified = options.kv_unified
+        params.n_outputs_max = options.parallel          # one row of logits a chunk; the default reserves one a token: 80 MB for SmolLM2
         params.no_perf = True
         # llama.cpp asks this callback once per graph node, about 700 times a token. A Python callback would take the GIL each time; strlen, given
         # a buffer that holds "" or "x", answers 0 or 1 in native code.
@@ -139,7 +141,8 @@ class LlamaCppBackend:
 
     def forward(self, plan: StepPlan) -> StepResult:
         self._abort_flag.value = b""
-        groups = ([plan.decodes] if plan.decodes else []) + [(chunk,) for chunk in plan.prefills]
+        together = tuple(chunk for chunk in plan.decodes if not chunk.alone)
+        groups = ([together] if together else []) + [(chunk,) for chunk in plan.decodes if chunk.alone] + [(chunk,) for chunk in plan.prefills]
         logits: dict[int, np.ndarray] = {}
         no_room: list[int] = []
         aborted: list[int] = []
@@ -178,7 +181,9 @@ class LlamaCppBackend:
     # --------------------------------------------------------------------------------------------------------------- slots
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
-        llama().llama_memory_seq_cp(self._memory, src, dst, 0, length)
+        # Between streams llama.cpp copies whole sequences only (a part of one ends the process); unified cells are shared, so all of it costs nothing.
+        llama().llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+        llama().llama_memory_seq_rm(self._memory, dst, length, -1)
 
     def truncate(self, slot: int, length: int) -> bool:
         return bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
