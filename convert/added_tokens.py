@@ -48,7 +48,10 @@ def special_texts(checkpoint: Checkpoint) -> set[str]:
 
 
 def gather(checkpoint: Checkpoint, document: dict[str, Any] | None, problems: list[str]) -> dict[int, AddedToken]:
-    """Added tokens by id. ``document`` is the parsed tokenizer.json, which wins over the other files about a token's kind. Contradictions go to ``problems``."""
+    """Added tokens by id. ``document`` is the parsed tokenizer.json, which wins over the other files about a token's kind.
+
+    Contradictions go to ``problems``.
+    """
     found: dict[int, AddedToken] = {}
     by_text: dict[str, AddedToken] = {}
     for token in _named(checkpoint, document, problems):

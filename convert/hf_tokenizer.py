@@ -26,10 +26,9 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         for token, text, special in sorted(added):
             self._tokenizer.add_tokens([AddedToken(text, special=special, normalized=False)])
-            if self._tokenizer.token_to_id(text) != token:
-                raise ConversionFailed(
-                    f"{text!r} should have the id {token}, and after {path} it gets {self._tokenizer.token_to_id(text)}: a token between them is missing."
-                )
+            given = self._tokenizer.token_to_id(text)
+            if given != token:
+                raise ConversionFailed(f"{text!r} should have the id {token}, and after {path} it gets {given}: a token between them is missing.")
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids; markers inside the text become the tokens they name."""

@@ -108,7 +108,7 @@ def tokenizer_parity(
 def template_parity(
     checkpoint: Checkpoint, model: NativeModel, *, vocab: GGUFVocab | None = None, reference: Reference | None = None
 ) -> ParityResult:
-    """Compare the stored template with the source's, and the ids of several rendered chats. A checkpoint without a template has nothing to compare."""
+    """Compare the stored template with the source's, and the ids of several rendered chats. Without a template there is nothing to compare."""
     from edgeinfer.models.chat_template import ChatTemplate
 
     vocab = vocab or _vocab(checkpoint, model)

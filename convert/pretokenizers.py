@@ -14,7 +14,10 @@ from edgeinfer.errors import ConversionFailed
 # Regular expressions by a short name of ours. Published with the tokenizers themselves; the notes say whose.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+)
 _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}": "llama3",             # Llama 3, GPT-4, Phi-4
@@ -25,7 +28,8 @@ SPLITS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",           # what ByteLevel does by itself
     r"\p{N}{1,3}": "digits3",
     "[一-龥\u3040-ゟ゠-ヿ]+": "cjk",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""": "deepseek3",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]"""
+    r"""+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""": "deepseek3",
 }
 # The same places written differently: GPT-4's own spelling (a possessive quantifier cannot change what these match, since the
 # neighbouring classes are disjoint), and contractions with both cases spelled out.
@@ -54,7 +58,7 @@ class PreTokenizer:
     approximate: bool = False
 
 
-# (steps, model.ignore_merges) -> llama.cpp's name. A name stands for both: "llama-bpe" and "tekken" take a word that is a token before looking at merges.
+# (steps, model.ignore_merges) -> llama.cpp's name, which stands for both: "llama-bpe" and "tekken" take a word that is a token as it is.
 TABLE: dict[tuple[Steps, bool], str] = {
     (("gpt2",), False): "gpt-2",
     (("digit", "gpt2"), False): "smollm",                                  # also StarCoder, Command-R
@@ -70,12 +74,13 @@ APPROXIMATE = frozenset({"tekken", "gpt-4o"})
 
 # Every name the pinned llama.cpp accepts, for --pre: the user vouches for the choice and the parity check judges it.
 NAMES = frozenset("""
-    default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano deepseek-llm deepseek-coder deepseek-v3 spark2_5 youtu
-    falcon mpt starcoder gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jais-2 gemma4 granite-embed-multi-311m
-    sarvam-moe jina-v1-en jina-v2-code roberta-bpe whitespace refact command-r qwen2 deepseek-r1-qwen kormo f2llmv2 qwen35 stablelm2 olmo dbrx smaug-bpe
-    poro-chat chatglm-bpe glm4 glm5 viking jais tekken smollm codeshell bloom gpt3-finnish exaone exaone4 exaone-moe chameleon minerva-7b megrez gpt-4o
-    llama4 kanana2 talkie granite-embed-multi-97m tiny_aya cohere2moe superbpe trillion granite-docling bailingmoe bailingmoe2 llada-moe seed-coder hunyuan
-    hunyuan-dense hy_v4 joyai-llm kimi-k2 ufakzeka grok-2 afmoe laguna minimax-m2 solar-open mellum2
+    default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano deepseek-llm deepseek-coder deepseek-v3 spark2_5
+    youtu falcon mpt starcoder gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jais-2 gemma4
+    granite-embed-multi-311m sarvam-moe jina-v1-en jina-v2-code roberta-bpe whitespace refact command-r qwen2 deepseek-r1-qwen kormo f2llmv2 qwen35
+    stablelm2 olmo dbrx smaug-bpe poro-chat chatglm-bpe glm4 glm5 viking jais tekken smollm codeshell bloom gpt3-finnish exaone exaone4 exaone-moe
+    chameleon minerva-7b megrez gpt-4o llama4 kanana2 talkie granite-embed-multi-97m tiny_aya cohere2moe superbpe trillion granite-docling
+    bailingmoe bailingmoe2 llada-moe seed-coder hunyuan hunyuan-dense hy_v4 joyai-llm kimi-k2 ufakzeka grok-2 afmoe laguna minimax-m2 solar-open
+    mellum2
 """.split())
 
 
@@ -162,7 +167,7 @@ def _unknown(steps: Steps, ignore_merges: bool) -> str:
     else:
         what = f"combines known rules in a way that no known model does: {' then '.join(steps)}, ignore_merges={ignore_merges}"
     return (
-        f"The pre-tokenizer in tokenizer.json {what}. If you know which of llama.cpp's pre-tokenizers cuts text the same way, name it with --pre NAME "
+        f"The pre-tokenizer in tokenizer.json {what}. If one of llama.cpp's pre-tokenizers cuts text the same way, name it with --pre NAME "
         f"(recognised by themselves: {', '.join(sorted(TABLE.values()))}; all names: {_known()})."
     )
 

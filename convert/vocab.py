@@ -28,9 +28,9 @@ class GGUFVocab:
 
     model: "gpt2" (byte-level BPE) or "llama" (SentencePiece-style). scores: None for the first kind; merges: () for the second.
     stop_ids: every token the source stops at; unreached_stop_ids: those that llama.cpp by itself would not stop at.
-    normalizer: "" or "NFC", space_prefix: "" or "first" (one space before a text that does not begin with a marker): what whoever feeds llama.cpp has to
-    do to a text, because llama.cpp does not. extra: added tokens (id, text, special) that tokenizer.json does not list.
-    name_must_contain: text that general.name has to contain for llama.cpp to treat whitespace after markers as the source does; "" when it does not matter.
+    normalizer: "" or "NFC", space_prefix: "" or "first" (one space before a text that does not begin with a marker): what whoever feeds llama.cpp
+    has to do to a text, because llama.cpp does not. extra: added tokens (id, text, special) that tokenizer.json does not list.
+    name_must_contain: what general.name has to contain for llama.cpp to treat whitespace after markers as the source does; "" for nothing.
     """
 
     model: Literal["gpt2", "llama"]
@@ -71,7 +71,10 @@ class GGUFVocab:
         return self.chat_templates.get("default")
 
     def model_name(self, name: str) -> str:
-        """``name`` as general.name has to be: llama.cpp takes "phi-3" or "phi3" in it for the whitespace rule of that tokenizer, which others must not get."""
+        """``name`` as general.name has to be.
+
+        llama.cpp takes "phi-3" or "phi3" in it for the whitespace rule of that model's tokenizer, which others must not get.
+        """
         if self.name_must_contain:
             return name if self.name_must_contain in name.lower() else f"{name} {self.name_must_contain}"
         return re.sub("(?i)(phi)-?(?=3)", r"\1 ", name)
@@ -138,7 +141,7 @@ def read_vocab(checkpoint: Checkpoint, *, pre: str | None = None) -> GGUFVocab:
     document = _document(checkpoint)
     added = gather(checkpoint, document, problems)
     read = _from_json(checkpoint, document, added, pre, problems) if document is not None else _from_proto(checkpoint, added, problems)
-    vocab = None if read is None else _assemble(checkpoint, document, read, added, problems)
+    vocab = None if read is None else _assemble(checkpoint, read, added, problems)
     if problems or vocab is None:
         raise ConversionFailed(f"The tokenizer in {checkpoint.folder} cannot be converted:", problems)
     return vocab
@@ -227,10 +230,11 @@ def _post_processor(part: dict[str, Any] | None) -> tuple[bool | None, bool | No
     return "SpecialToken" in kinds[:at], "SpecialToken" in kinds[at:]
 
 
-def _assemble(checkpoint: Checkpoint, document: dict[str, Any] | None, read: _Read, added: dict[int, AddedToken], problems: list[str]) -> GGUFVocab | None:
+def _assemble(checkpoint: Checkpoint, read: _Read, added: dict[int, AddedToken], problems: list[str]) -> GGUFVocab | None:
     rows, table = checkpoint.spec.vocab_rows, read.table
     if len(table.texts) > rows:
-        problems.append(f"The tokenizer has {len(table.texts)} tokens and the embedding has {rows} rows: the last {len(table.texts) - rows} tokens have no weights.")
+        beyond = len(table.texts) - rows
+        problems.append(f"The tokenizer has {len(table.texts)} tokens and the embedding has {rows} rows: the last {beyond} tokens have no weights.")
         return None
     table = vocab_tables.padded(table, rows)
     problems += vocab_tables.duplicates(table)
@@ -239,9 +243,12 @@ def _assemble(checkpoint: Checkpoint, document: dict[str, Any] | None, read: _Re
     markers = {token.text: token.id for token in added.values()}
     markers |= {text: token for token, text in enumerate(table.texts) if table.types[token] in (vocab_tables.CONTROL, vocab_tables.USER_DEFINED)}
     configs = [checkpoint.config, checkpoint.generation_config]
-    stops = stop_tokens.collect(ids["eos"], configs, checkpoint.chat_template, markers, dict(enumerate(table.texts)))
+    stops = stop_tokens.collect(ids["eos"], configs, checkpoint.chat_template, markers, table.texts)
     problems += [f"config.json or generation_config.json stops at token {token}, and there are {rows}." for token in stops.ids if token >= rows]
-    starts, ends = _adds(checkpoint, read, document is None, ids["bos"])
+    if stops.eos is None:
+        # Without a key llama.cpp takes some fixed id for it, and would stop at an ordinary word.
+        problems.append("No file names a token that ends a text: set eos_token in tokenizer_config.json or eos_token_id in config.json.")
+    starts, ends = _adds(checkpoint, read, ids["bos"])
     if starts and ids["bos"] is None:
         problems.append("The tokenizer puts a token before every text, and no file says which one is bos_token.")
     if problems:
@@ -296,8 +303,8 @@ def _special_id(checkpoint: Checkpoint, name: str, read: _Read, by_text: Mapping
     return token if token >= 0 else None
 
 
-def _adds(checkpoint: Checkpoint, read: _Read, proto_alone: bool, bos_id: int | None) -> tuple[bool, bool]:
-    """(add bos, add eos). A template in tokenizer.json decides; then tokenizer_config.json; a tokenizer.model alone stands for families that add bos."""
+def _adds(checkpoint: Checkpoint, read: _Read, bos_id: int | None) -> tuple[bool, bool]:
+    """(add bos, add eos): as the template in tokenizer.json says, else tokenizer_config.json. Families with a tokenizer.model alone add bos."""
     settings = checkpoint.tokenizer_config
     starts, ends = read.starts, read.ends
     if starts is None and isinstance(settings.get("add_bos_token"), bool):
@@ -305,7 +312,7 @@ def _adds(checkpoint: Checkpoint, read: _Read, proto_alone: bool, bos_id: int | 
     if ends is None and isinstance(settings.get("add_eos_token"), bool):
         ends = settings["add_eos_token"]
     if starts is None:
-        starts = proto_alone and bos_id is not None
+        starts = checkpoint.tokenizer_json is None and bos_id is not None
     return starts, bool(ends)
 
 

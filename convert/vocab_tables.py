@@ -1,7 +1,7 @@
 """The table of a vocabulary: text, score and type of every id, from the rules and the contents of tokenizer.json or tokenizer.model.
 
-Kinds are told apart by the rules alone. Byte-level BPE writes a space as a letter of its byte alphabet and needs no unknown token; SentencePiece-style
-BPE writes it as U+2581 and falls back to <0xXX> tokens. A file whose rules and contents disagree is refused.
+Kinds are told apart by the rules alone. Byte-level BPE writes a space as a letter of its byte alphabet and needs no unknown token;
+SentencePiece-style BPE writes it as U+2581 and falls back to <0xXX> tokens. A file whose rules and contents disagree is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def space_prefix(document: dict[str, Any], vocab: Mapping[str, int], problems: l
             scheme = step.get("prepend_scheme") or ("always" if step.get("add_prefix_space", True) else "never")
             if scheme not in ("first", "never"):
                 problems.append(
-                    f"tokenizer.json says Metaspace with prepend_scheme {scheme!r}, which adds no space where there is one, and llama.cpp would add it."
+                    f"tokenizer.json says Metaspace with prepend_scheme {scheme!r}, which adds no space where there is one, and llama.cpp would."
                 )
             prefix = "first" if scheme == "first" else prefix
             inside = next((text for text in vocab if SPACE in text[1:]), None) if step.get("split", True) else None
@@ -189,9 +189,10 @@ def _texts(vocab: Mapping[str, int], added: Mapping[int, AddedToken], problems: 
         texts[token] = text
     for token in added.values():
         if texts[token.id] not in (None, token.text):
-            problems.append(f"{token.source} says token {token.id} is {token.text!r}, and the vocabulary in tokenizer.json says it is {texts[token.id]!r}.")
+            problems.append(f"{token.source} says token {token.id} is {token.text!r}, and the vocabulary in tokenizer.json says {texts[token.id]!r}.")
         elif vocab.get(token.text, token.id) != token.id:
-            problems.append(f"{token.source} gives {token.text!r} the id {token.id}, and the vocabulary in tokenizer.json gives it {vocab[token.text]}.")
+            other = vocab[token.text]
+            problems.append(f"{token.source} gives {token.text!r} the id {token.id}, and the vocabulary in tokenizer.json gives it {other}.")
         texts[token.id] = token.text
     return texts
 

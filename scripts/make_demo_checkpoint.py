@@ -86,7 +86,8 @@ def _shard_is_whole(path: Path) -> bool:
 def make(out: Path) -> Path:
     """Write the checkpoint to ``out`` and return it; an ``out`` that is already complete is kept as it is.
 
-    The folder appears under its name only when it is whole. Raises `EdgeInferError` when ``out`` holds something else, `ModelNotFound` without the package.
+    The folder appears under its name only when it is whole.
+    Raises `EdgeInferError` when ``out`` holds something else, `ModelNotFound` without the package.
     """
     out = Path(out)
     if is_complete(out):

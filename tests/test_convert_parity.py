@@ -11,7 +11,7 @@ from tiny import tiny
 from vocab_folders import change
 from vocab_gguf import load_vocab, write_vocab_gguf
 
-from edgeinfer.convert.parity import Mismatch, check_parity, reference_tokenizer, template_parity, tokenizer_parity
+from edgeinfer.convert.parity import Mismatch, check_parity, reference_tokenizer, template_parity
 from edgeinfer.convert.parity_probes import CASED, PLAIN, probes
 from edgeinfer.convert.vocab import read_vocab
 from edgeinfer.convert.vocab_tables import CONTROL, NORMAL
@@ -97,7 +97,10 @@ def test_another_template_is_seen(make, tmp_path, template):
 
 
 def test_a_template_that_refuses_system_turns_is_still_compared(make, tmp_path):
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    )
     checkpoint, vocab = make(chat_template=template)
     _texts, chats = check_parity(checkpoint, write_vocab_gguf(tmp_path / "right.gguf", vocab), vocab=vocab)
     assert chats.ok and chats.checked > 0
@@ -174,8 +177,9 @@ def spm(tmp_path_factory):
     model.close()
 
 
-_pieces = st.sampled_from(["<think>", "<|im_end|>", "</s>", " ", "  ", "\n", "the", "tion", "capital", "to", "wa", "é", "日", "\u2581", "🙂", "12", "x"])
-_texts = st.one_of(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), st.lists(_pieces, max_size=20).map("".join))
+_pieces = st.sampled_from(["<think>", "<|im_end|>", "</s>", " ", "  ", "\n", "the", "tion", "capital", "to", "wa", "é", "日", "\u2581", "🙂", "12"])
+_any = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+_texts = st.one_of(_any, st.lists(_pieces, max_size=20).map("".join))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,6 +13,7 @@ from edgeinfer.errors import ConversionFailed
 
 EXPRESSIONS = {name: expression for expression, name in SPLITS.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GPT4 = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 
@@ -37,9 +38,11 @@ def structure(steps: tuple[str, ...]) -> dict:
 def test_each_name_cuts_as_its_structure_does(tmp_path, steps, ignore_merges):
     from tokenizers import Regex, pre_tokenizers
 
-    parts = [pre_tokenizers.Digits(individual_digits=True) if step == "digit" else pre_tokenizers.Split(Regex(EXPRESSIONS[step]), "isolated") for step in steps]
+    def cut(step):
+        return pre_tokenizers.Digits(individual_digits=True) if step == "digit" else pre_tokenizers.Split(Regex(EXPRESSIONS[step]), "isolated")
+
     trained = train_byte_level(
-        pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        pre_tokenizers.Sequence([*map(cut, steps), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
         size=2400, added=("<think>",), ignore_merges=ignore_merges,
     )
     vocab, texts, _chats = parity(put_tokenizer(tmp_path / "model", trained, eos_token="<|end|>"), tmp_path)
@@ -69,7 +72,7 @@ def test_names_are_names_that_llama_cpp_accepts(tmp_path):
     ("gpt-2", document({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True})),          # older files do not say use_regex
     ("llama-bpe", document(sequence(split(EXPRESSIONS["llama3"]), BYTE_LEVEL), ignore_merges=True)),
     ("dbrx", document(sequence(split(EXPRESSIONS["llama3"], behavior="Removed", invert=True), BYTE_LEVEL))),
-    ("dbrx", document(sequence(split(r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"), BYTE_LEVEL))),
+    ("dbrx", document(sequence(split(GPT4), BYTE_LEVEL))),
     ("qwen2", document(sequence(split(EXPRESSIONS["qwen2"]), BYTE_LEVEL), normalizer={"type": "NFC"})),
     ("tekken", document(sequence(split(EXPRESSIONS["tekken"]), BYTE_LEVEL), ignore_merges=True)),
     ("gpt-4o", document(sequence(split(EXPRESSIONS["o200k"], behavior="Removed", invert=True), BYTE_LEVEL))),

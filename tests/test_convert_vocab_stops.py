@@ -10,6 +10,7 @@ from vocab_folders import change, ends_generation
 
 from edgeinfer.convert.stop_tokens import KNOWN_TO_LLAMA_CPP
 from edgeinfer.convert.vocab import STOP_KEY, read_vocab
+from edgeinfer.errors import ConversionFailed
 from edgeinfer.models.checkpoint import Checkpoint
 
 ADDED = [(f"<|stop{number}|>", True) for number in range(5)]
@@ -73,22 +74,29 @@ def test_more_stop_tokens_than_a_gguf_has_keys_for_are_stored_and_said(tmp_path)
     vocab = read_vocab(Checkpoint.open(folder))
     ends = ends_generation(tmp_path, vocab)
     assert set(vocab.unreached_stop_ids) == set(vocab.stop_ids) - ends and len(vocab.unreached_stop_ids) == 3
-    assert {entry.key: entry.value for entry in vocab.metadata()}[STOP_KEY] == sorted(ids[text] for text in ("<|end_of_text|>", "<|eot_id|>", *dict(ADDED)))
+    written = {entry.key: entry.value for entry in vocab.metadata()}
+    assert written[STOP_KEY] == sorted(ids[text] for text in ("<|end_of_text|>", "<|eot_id|>", *dict(ADDED)))
     (warning,) = vocab.warnings
     assert all(repr(vocab.tokens[token]) in warning for token in vocab.unreached_stop_ids)
 
 
 def test_texts_that_need_no_key_are_known_to_llama_cpp(tmp_path):
-    texts = sorted(KNOWN_TO_LLAMA_CPP - {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>"})     # together with <|end|> or </s> these undo it
+    undoing = {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>"}       # together these take <|end|> or </s> off the list
+    texts = sorted(KNOWN_TO_LLAMA_CPP - undoing)
     folder, ids = folder_with(tmp_path, added=[(text, True) for text in texts if text not in ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>")])
     ends = ends_generation(tmp_path, read_vocab(Checkpoint.open(folder)))
     assert {text for text in texts if ids[text] not in ends} == set()
 
 
 def test_a_stop_token_that_does_not_exist_is_refused(tmp_path):
-    from edgeinfer.errors import ConversionFailed
-
     folder, _ids = folder_with(tmp_path)
     change(folder / "generation_config.json", lambda config: config.update(eos_token_id=[99999]))
     with pytest.raises(ConversionFailed, match="stops at token 99999"):
+        read_vocab(Checkpoint.open(folder))
+
+
+def test_a_model_without_any_end_is_refused(tmp_path):
+    folder, _ids = folder_with(tmp_path)
+    change(folder / "tokenizer_config.json", lambda config: config.pop("eos_token"))
+    with pytest.raises(ConversionFailed, match="No file names a token that ends a text"):
         read_vocab(Checkpoint.open(folder))

@@ -28,7 +28,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def put_tokenizer(folder: Path, document: dict[str, Any], *, rows: int | None = None, **config: Any) -> Path:
-    """A checkpoint in ``folder`` with this tokenizer.json, this tokenizer_config.json, no other word about tokens, and as many rows as it has tokens."""
+    """A checkpoint in ``folder`` with this tokenizer.json and tokenizer_config.json, no other word about tokens, and as many rows as tokens."""
     tiny(folder, "llama")
     (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")

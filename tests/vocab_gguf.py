@@ -10,10 +10,12 @@ from edgeinfer.convert.vocab import GGUFVocab
 from edgeinfer.models.native import NativeModel
 
 SHAPE = {
-    "context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64, "attention.head_count": 4, "attention.head_count_kv": 4,
-    "rope.dimension_count": 16,
+    "context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64, "attention.head_count": 4,
+    "attention.head_count_kv": 4, "rope.dimension_count": 16,
 }
-TYPES = {"str": GGUFValueType.STRING, "u32": GGUFValueType.UINT32, "i32": GGUFValueType.INT32, "f32": GGUFValueType.FLOAT32, "bool": GGUFValueType.BOOL}
+TYPES = {
+    "str": GGUFValueType.STRING, "u32": GGUFValueType.UINT32, "i32": GGUFValueType.INT32, "f32": GGUFValueType.FLOAT32, "bool": GGUFValueType.BOOL,
+}
 
 
 def write_vocab_gguf(path: Path, vocab: GGUFVocab, *, name: str = "vocabulary") -> Path:
