@@ -142,6 +142,8 @@ class EngineCore:
             text += seq.stops.flush()
             if text:
                 seq.emit(TextDelta(text))
+            if seq.stops.stopped and status is Status.EXHAUSTED:
+                status = Status.STOPPED                  # with several stop strings, only the end decided that one was complete
         self._account(seq, status)
         seq.emit(Finished(FINISH_REASON[status], seq.usage(), seq.timings()))
 

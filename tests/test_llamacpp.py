@@ -355,3 +355,22 @@ def test_nothing_native_is_printed(smollm2_gguf, tmp_path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(smollm2_gguf), str(broken)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_turn_ends_stored_as_ordinary_tokens_still_end_turns(smollm2_gguf, tmp_path) -> None:
+    """case 45: llama.cpp overrules the file about well-known markers; so must we, for stopping and for keeping users' text text (case 44)."""
+    from gguf import GGUFReader
+
+    copy = tmp_path / "loose.gguf"
+    copy.write_bytes(smollm2_gguf.read_bytes())
+    reader = GGUFReader(copy, "r+")
+    kinds = reader.fields["tokenizer.ggml.token_type"]
+    for token in (1, 2):                                 # <|im_start|>, <|im_end|>: from CONTROL to NORMAL
+        kinds.parts[kinds.data[token]][0] = 1
+    reader.data.flush()
+    del reader
+    backend = LlamaCppBackend(copy, LlamaOptions(ctx_size=256, parallel=1))
+    try:
+        assert 2 in backend.vocab.end_ids and "<|im_end|>" in backend.vocab.markers
+    finally:
+        backend.close()

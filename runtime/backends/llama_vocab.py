@@ -7,14 +7,20 @@ from functools import lru_cache
 import numpy as np
 
 from edgeinfer.models.gguf_header import GGUFHeader
+from edgeinfer.models.gguf_values import Strings
 from edgeinfer.models.native import NativeModel, llama
 
-_CONTROL, _USER_DEFINED = 3, 4                           # values of tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4              # values of tokenizer.ggml.token_type
+_ATTR_CONTROL = 8                                        # llama.cpp's own verdict, LLAMA_TOKEN_ATTR_CONTROL
 STOP_IDS_KEY = "edgeinfer.stop_token_ids"                # written by our converter: the stop ids of every file of the source
 
 
 class LlamaVocab:
-    """Reads go to llama.cpp's vocabulary, which is immutable; the kinds of tokens come from the header as one array instead of 49k native calls."""
+    """Reads go to llama.cpp's vocabulary, which is immutable.
+
+    Kinds of tokens: the header says which tokens are special; llama.cpp overrules it for well-known turn markers that a file stores as ordinary
+    tokens. Asking it about every token costs 35 ms at 49k, so only the special ones and those written like a marker are asked about.
+    """
 
     def __init__(self, model: NativeModel, header: GGUFHeader):
         lib = llama()
@@ -26,15 +32,21 @@ class LlamaVocab:
         template = lib.llama_model_chat_template(model.handle, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
         kinds = np.asarray(header.metadata.get("tokenizer.ggml.token_type", ()), np.int32)
-        control = np.flatnonzero(kinds == _CONTROL)
-        user = np.flatnonzero(kinds == _USER_DEFINED)
+        special = {int(token) for token in np.flatnonzero((kinds >= _UNKNOWN) & (kinds <= _USER_DEFINED))}
+        texts = header.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(texts, Strings):
+            special |= {token for token, text in enumerate(texts.raw()) if text[:1] == b"<" and text[-1:] == b">" and len(text) > 2}
+        attributes = {token: lib.llama_vocab_get_attr(vocab, token) for token in sorted(special)}
+        # Whatever parse_special turns from text into its token must count as a marker; <unk> is such a token too.
+        control = [token for token, attribute in attributes.items() if attribute & _ATTR_CONTROL or (token < len(kinds) and kinds[token] == _UNKNOWN)]
+        user = [token for token in special - set(control) if token < len(kinds) and kinds[token] == _USER_DEFINED]
         stops = {int(token) for token in header.metadata.get(STOP_IDS_KEY, ())}
         # llama.cpp knows eos, eot, eom and the usual spellings; our converter adds what the source's files name beyond them.
         self.end_ids = frozenset(
-            stops | {int(token) for token in (*control, *user) if lib.llama_vocab_is_eog(vocab, int(token))} | ({self.eos_id} if self.eos_id is not None else set())
+            stops | {token for token in attributes if lib.llama_vocab_is_eog(vocab, token)} | ({self.eos_id} if self.eos_id is not None else set())
         )
-        self.markers = tuple(text for token in control if (text := self.token_text(int(token))))
-        self.user_markers = tuple(text for token in user if (text := self.token_text(int(token))))
+        self.markers = tuple(text for token in control if (text := self.token_text(token)))
+        self.user_markers = tuple(text for token in sorted(user) if (text := self.token_text(token)))
         self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
