@@ -7,6 +7,8 @@ header was not checked, or frees a handle twice. Nothing heavy is imported befor
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import sys
 import threading
 import weakref
 from collections import deque
@@ -22,13 +24,30 @@ from edgeinfer.errors import ModelDamaged
 _recent_logs: deque[str] = deque(maxlen=400)
 _listeners: list[list[str]] = []
 _logs_lock = threading.Lock()
+_import_lock = threading.Lock()
 _log_callback: Any = None                                # llama.cpp keeps the pointer: it must outlive every call
+
+
+def _low_level(name: str) -> ModuleType:
+    """A module of the package llama_cpp without the package's ``__init__``, whose high-level classes cost every command 0.1 s and 8 MB.
+
+    The package itself is left unimported: a program that wants it imports it as ever, over the same low-level module.
+    """
+    with _import_lock:
+        spec = None if "llama_cpp" in sys.modules else importlib.util.find_spec("llama_cpp")
+        if spec is None:                                 # imported whole by somebody else, or not installed: the import says so
+            return importlib.import_module(f"llama_cpp.{name}")
+        sys.modules["llama_cpp"] = importlib.util.module_from_spec(spec)
+        try:
+            return importlib.import_module(f"llama_cpp.{name}")
+        finally:
+            del sys.modules["llama_cpp"]
 
 
 @cache
 def llama() -> ModuleType:
     """The low-level llama.cpp module, its backend initialised and its logs captured."""
-    import llama_cpp.llama_cpp as module
+    module = _low_level("llama_cpp")
 
     global _log_callback
 
@@ -49,8 +68,7 @@ def llama() -> ModuleType:
 def ggml() -> ctypes.CDLL:
     """ggml's own library beside llama.cpp's: tensor types and the kernels that quantise rows. Calls release the interpreter lock."""
     llama()
-    from llama_cpp._ggml import libggml as lib
-
+    lib = _low_level("_ggml").libggml
     for name, result, arguments in (
         ("ggml_type_name", ctypes.c_char_p, [ctypes.c_int]),
         ("ggml_blck_size", ctypes.c_int64, [ctypes.c_int]),
