@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from pathlib import Path
 
 from edgeinfer.runtime.load import load
@@ -17,7 +18,7 @@ from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.readings import Phase
 from edgeinfer.tui.widgets.prompt import PromptEditor
 
-QUESTIONS = ("What is the capital of Japan?", "Write a Python function that adds two numbers.")
+QUESTIONS = ("What is the capital of Japan?", "Write a Python function that reverses a string.")
 
 
 async def take(model: str, output: Path, questions: list[str], theme: str | None, columns: int, rows: int) -> None:
@@ -36,7 +37,9 @@ async def take(model: str, output: Path, questions: list[str], theme: str | None
             app.query_one(PromptEditor).text = question
             await pilot.press("enter")
             await idle()
-        output.write_text(app.export_screenshot(title=f"edgeinfer chat {Path(model).name}"), encoding="utf-8")
+        picture = app.export_screenshot(title=f"edgeinfer chat {Path(model).name}")
+        # Whoever looks at the picture should not fetch fonts from somewhere: the viewer's own monospace one does.
+        output.write_text(re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent.parent / "docs" / "chat.svg")
     parser.add_argument("--ask", nargs="+", default=list(QUESTIONS))
     parser.add_argument("--theme")
-    parser.add_argument("--size", nargs=2, type=int, default=(92, 34), metavar=("COLUMNS", "ROWS"))
+    parser.add_argument("--size", nargs=2, type=int, default=(92, 24), metavar=("COLUMNS", "ROWS"))
     args = parser.parse_args()
     asyncio.run(take(args.model, args.output, args.ask, args.theme, *args.size))
     print(f"wrote {args.output}")

@@ -49,9 +49,9 @@ async def batches(events: AsyncIterable[T]) -> AsyncIterator[list[T]]:
             if batch:
                 before = time.thread_time()
                 yield batch
-                # Layout and paint happen in the event loop after the yield returns; half the shortest pause is enough to see most of their cost.
-                await asyncio.sleep(SHORTEST_PAUSE / 2)
-                await asyncio.sleep(pause_after(time.thread_time() - before) - SHORTEST_PAUSE / 2)
+                # Layout and paint happen in the event loop after the yield returns; the shortest pause is enough to see their cost.
+                await asyncio.sleep(SHORTEST_PAUSE)
+                await asyncio.sleep(pause_after(time.thread_time() - before) - SHORTEST_PAUSE)
             elif collector.done():
                 collector.result()
                 return
