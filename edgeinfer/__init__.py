@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.errors import EdgeInferError
 
 if TYPE_CHECKING:
-    from edgeinfer.convert import convert
+    from edgeinfer.convert.pipeline import convert
     from edgeinfer.runtime.load import load
     from edgeinfer.runtime.service import Engine
     from edgeinfer.runtime.stream import Stream
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "convert": "edgeinfer.convert.pipeline",
     "load": "edgeinfer.runtime.load",
     "Engine": "edgeinfer.runtime.service",
     "Stream": "edgeinfer.runtime.stream",
@@ -35,7 +36,7 @@ _HOMES = {
     "Timings": "edgeinfer.runtime.values",
 }
 
-__all__ = ["EdgeInferError", "Engine", "FinishReason", "SamplingParams", "Stream", "Timings", "Usage", "__version__", "load"]
+__all__ = ["EdgeInferError", "Engine", "FinishReason", "SamplingParams", "Stream", "Timings", "Usage", "__version__", "convert", "load"]
 
 
 def __getattr__(name: str) -> Any:

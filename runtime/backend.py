@@ -22,8 +22,11 @@ class Vocab(Protocol):
     markers: tuple[str, ...]                     # texts of control tokens: "<|im_start|>", "</s>", ...
     user_markers: tuple[str, ...]                # texts of added tokens that are not control: "<think>", HTML tags, ...
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids. ``add_special`` adds BOS/EOS as the model wants; ``parse_special`` lets marker texts become their control tokens."""
+    def encode(self, text: str, *, add_special: bool, parse_special: bool, opening: bool = True) -> list[int]:
+        """Token ids. ``add_special`` adds BOS/EOS as the model wants; ``parse_special`` lets marker texts become their control tokens.
+
+        ``opening``: the text opens a prompt; some vocabularies put a space before its first word.
+        """
         ...
 
     def token_bytes(self, token: int) -> bytes:

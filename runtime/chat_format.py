@@ -42,7 +42,7 @@ def encode_chat(vocab: Vocab, template: ChatTemplate, messages: Iterable[Mapping
     ids: list[int] = []
     for start, end in zip([0, *cuts], [*cuts, len(text)]):
         if start < end:
-            ids += vocab.encode(text[start:end], add_special=False, parse_special=True)
+            ids += vocab.encode(text[start:end], add_special=False, parse_special=True, opening=start == 0)
     return with_bos(vocab, ids)
 
 

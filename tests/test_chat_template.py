@@ -157,7 +157,7 @@ class ByteVocab:
         self.ids = {text: 256 + at for at, text in enumerate((*markers, *user_markers))}
         self.bos_id = self.ids.get("<s>")
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool, parse_special: bool, opening=True) -> list[int]:
         known = sorted(self.ids if parse_special else self.user_markers, key=len, reverse=True)
         ids = [self.bos_id] if add_special and self.adds_bos else []
         for piece in re.split("(" + "|".join(map(re.escape, known)) + ")", text) if known else [text]:
@@ -600,7 +600,7 @@ def smollm2():
         bos_id, adds_bos, user_markers = 1, False, ()
         markers = tuple(native.token_bytes(token, special=True).decode() for token in range(17))
 
-        def encode(self, text, *, add_special, parse_special):
+        def encode(self, text, *, add_special, parse_special, opening=True):
             return native.tokenize(text, add_special=add_special, parse_special=parse_special)
 
         def text(self, ids):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import BadRequest, ContextLengthExceeded, DeviceUnavailable, ModelDamaged, ModelNotFound, UnsupportedModel
 from edgeinfer.models.native import llama
+from edgeinfer.runtime.backends.llama_vocab import _named
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
 from edgeinfer.runtime.values import Chunk, FinishReason, StepPlan
 
@@ -374,3 +376,25 @@ def test_turn_ends_stored_as_ordinary_tokens_still_end_turns(smollm2_gguf, tmp_p
         assert 2 in backend.vocab.end_ids and "<|im_end|>" in backend.vocab.markers
     finally:
         backend.close()
+
+
+def test_ids_are_the_sources_ids_where_llamacpp_does_less(tmp_path) -> None:
+    """case 8: Qwen's tokenizer normalises to NFC; llama.cpp does not, the runtime does."""
+    from tiny import tiny
+    from tokenizers import Tokenizer
+
+    folder = tiny(tmp_path / "qwen", "qwen2")
+    edgeinfer.convert(folder, "gguf-f16", tmp_path / "qwen.gguf")
+    backend = LlamaCppBackend(tmp_path / "qwen.gguf", LlamaOptions(ctx_size=256, parallel=1))
+    try:
+        text = "Cafe\u0301 n\u0303andu\u0301, 12345"
+        reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert backend.vocab.encode(text, add_special=False, parse_special=False) == reference.encode(text, add_special_tokens=False).ids
+    finally:
+        backend.close()
+
+
+def test_a_bos_that_llamacpp_makes_up_is_none() -> None:
+    """case 36's kind: without the key, llama.cpp answers token 11 for a byte-level vocabulary, and a template would print an ordinary token."""
+    silent, spoken = SimpleNamespace(metadata={"tokenizer.ggml.model": "gpt2"}), SimpleNamespace(metadata={"tokenizer.ggml.bos_token_id": 11})
+    assert _named(silent, "bos", 11) is None and _named(spoken, "bos", 11) == 11 and _named(spoken, "bos", -1) is None

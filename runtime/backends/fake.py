@@ -39,7 +39,7 @@ class ByteVocab:
     def size(self) -> int:
         return 258 + len(self.extra)
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool, parse_special: bool, opening: bool = True) -> list[int]:
         ids = [BOS] if add_special and self.adds_bos else []
         data = text.encode()
         while data:

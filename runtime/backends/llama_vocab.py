@@ -9,6 +9,7 @@ import numpy as np
 from edgeinfer.models.gguf_header import GGUFHeader
 from edgeinfer.models.gguf_values import Strings
 from edgeinfer.models.native import NativeModel, llama
+from edgeinfer.models.tokenizer_text import NORMALIZER_KEY, SPACE_PREFIX_KEY, prepare_text
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4              # values of tokenizer.ggml.token_type
 _ATTR_CONTROL = 8                                        # llama.cpp's own verdict, LLAMA_TOKEN_ATTR_CONTROL
@@ -26,8 +27,10 @@ class LlamaVocab:
         lib = llama()
         self._model = model
         vocab = model.vocab
-        self.bos_id = _id(lib.llama_vocab_bos(vocab))
-        self.eos_id = _id(lib.llama_vocab_eos(vocab))
+        self.bos_id = _named(header, "bos", lib.llama_vocab_bos(vocab))
+        self.eos_id = _named(header, "eos", lib.llama_vocab_eos(vocab))
+        self._normalizer = header.metadata.get(NORMALIZER_KEY, "")
+        self._space_prefix = header.metadata.get(SPACE_PREFIX_KEY, "")
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(vocab)) and self.bos_id is not None
         template = lib.llama_model_chat_template(model.handle, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
@@ -49,7 +52,9 @@ class LlamaVocab:
         self.user_markers = tuple(text for token in sorted(user) if (text := self.token_text(token)))
         self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, *, add_special: bool, parse_special: bool, opening: bool = True) -> list[int]:
+        first = opening and not (parse_special and text.startswith(self.markers))
+        text = prepare_text(text, normalizer=self._normalizer, space_prefix=self._space_prefix, first=first)
         return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def _token_bytes(self, token: int) -> bytes:
@@ -60,5 +65,7 @@ class LlamaVocab:
         return text.decode("utf-8", "replace") if text else ""
 
 
-def _id(token: int) -> int | None:
-    return token if token >= 0 else None
+def _named(header: GGUFHeader, name: str, token: int) -> int | None:
+    """llama.cpp's BOS or EOS, unless it made it up: for a byte-level vocabulary that names none it answers 11, an ordinary token."""
+    made_up = header.metadata.get("tokenizer.ggml.model") == "gpt2" and f"tokenizer.ggml.{name}_token_id" not in header.metadata
+    return None if token < 0 or made_up else token
