@@ -200,6 +200,7 @@ async def test_markup_in_names_and_errors_is_shown_as_it_is(text):  # case 109
         assert [text in notice for notice in it.notices] == [True, True]
         it.app._hint(f"hint {text}")
         await it.pilot.pause()
+        assert all(toast.region.bottom <= it.prompt.region.y for toast in it.app.screen.query("Toast"))
         screen = it.screen()
         assert f"model {text}" in screen and f"no {text} way" in screen and f"hint {text}" in screen
 

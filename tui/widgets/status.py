@@ -27,8 +27,8 @@ class TitleLine(Widget):
         gauge = context_gauge(self.context_used, self.info.n_ctx if self.info else 0)
         parts = list(map(displayable, engine_parts(self.info)))
         room = max(width - len(gauge) - 2, 8)
-        # A long name gives way to what runs it, down to a third of the line.
-        longest = max(room - sum(len(part) + 3 for part in parts), width // 3)
+        # A long name gives way to what runs it, down to a quarter of the line.
+        longest = max(room - sum(len(part) + 3 for part in parts), width // 4)
         name = displayable(self.model).replace("\n", " ")
         name = name if len(name) <= longest else name[: longest - 1] + "…"
         rest = fit([name, *parts], room, " · ")[len(name):]
