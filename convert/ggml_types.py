@@ -1,10 +1,11 @@
 """Tensor types of ggml: names, sizes, and float32 rows turned into them.
 
-Sizes and quantisation kernels are llama.cpp's own (through `edgeinfer.models.native.ggml`), so that no table of ours can drift from what loads the file.
+Sizes and quantisation kernels are llama.cpp's own (through `edgeinfer.models.native.ggml`), so that no table can drift from what loads the file.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -12,8 +13,15 @@ import numpy as np
 from edgeinfer.errors import ConversionFailed
 from edgeinfer.models.native import ggml, llama
 
-F16_OVERFLOW = 65520.0                                   # smallest magnitude that rounds to infinity in float16
+# Smallest magnitudes that round to infinity. Block formats keep their scales in float16.
+OVERFLOW = {"F32": math.inf, "BF16": float.fromhex("0x1.ffp+127")}
+F16_OVERFLOW = 65520.0
 PLAIN = ("F32", "F16", "BF16")
+
+
+def holds(type_name: str, magnitude: float) -> bool:
+    """False when a finite weight of this magnitude would come out infinite, or spoil the scale of its block."""
+    return magnitude < OVERFLOW.get(type_name, F16_OVERFLOW)
 
 
 @cache
@@ -44,8 +52,8 @@ def bytes_if_divisible(type_name: str, shape: tuple[int, ...]) -> int:
 def quantize_rows(type_name: str, rows: np.ndarray, out: np.ndarray, tensor: str) -> int:
     """Quantise contiguous float32 ``rows`` (rows, elements) into the start of the uint8 buffer ``out``; returns the bytes written.
 
-    The same kernels in the same order as llama.cpp's quantiser, without an importance matrix. Raises `ConversionFailed` naming ``tensor`` when a block
-    cannot hold its values (a scale that overflows half precision).
+    The same kernels in the same order as llama.cpp's quantiser, without an importance matrix. Raises `ConversionFailed` naming ``tensor`` when a
+    block cannot hold its values (a scale that overflows half precision).
     """
     count, elements = rows.shape
     number = type_ids()[type_name]

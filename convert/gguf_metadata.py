@@ -160,6 +160,6 @@ def warnings(spec: ModelSpec) -> list[str]:
         found.append(f"llama.cpp computes full attention for {spec.family}: answers match the source up to {spec.sliding_window:,} tokens.")
     if spec.rope.type == "longrope":
         found.append(
-            f"llama.cpp takes the long rope factors when the context it is opened with exceeds {spec.rope.original_context:,} tokens, the short ones below."
+            f"llama.cpp takes the long rope factors when opened with a context above {spec.rope.original_context:,} tokens, else the short ones."
         )
     return found

@@ -1,7 +1,7 @@
 """Hugging Face tensor -> GGUF tensor, as data. What is done to the rows on the way is one word a line.
 
     copy     as it is
-    heads_q  rows of each query head reordered from rotate-half (x1 x2 x3 | y1 y2 y3) to interleaved (x1 y1 x2 y2 x3 y3), as llama.cpp's "llama" rotates
+    heads_q  rows of each query head reordered from rotate-half (x1 x2 x3 | y1 y2 y3) to interleaved (x1 y1 x2 y2 x3 y3), as llama.cpp's llama is
     heads_k  the same for key heads
     offset   the norm's offset added: Gemma stores w and multiplies by 1 + w
 """
@@ -88,7 +88,7 @@ HEAD: tuple[tuple[str, str, Change], ...] = (("output.weight", "lm_head.weight",
 
 
 def map_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, own_head: bool) -> list[Mapped]:
-    """All tensors of the GGUF file in file order. ``shapes`` are by Hugging Face name; without a head of its own the model's embedding serves as one."""
+    """All tensors of the GGUF file in file order. ``shapes`` are by Hugging Face name; without ``own_head`` the embedding serves as the head."""
     def mapped(gguf: str, source: str, change: Change) -> Mapped:
         return Mapped(gguf, source, shapes[source], "copy" if change == "offset" and not spec.norm_offset else change)
 

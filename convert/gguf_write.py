@@ -77,7 +77,7 @@ def render_header(metadata: Metadata, tensors: Sequence[TensorEntry]) -> bytes:
 
 
 def read_entries(path: Path, skipped: Callable[[str], bool]) -> tuple[bytes, ...]:
-    """The metadata entries of a GGUF file that `edgeinfer.models.gguf_header` has found sound, each with its key and type, but those ``skipped`` by key."""
+    """The metadata entries of a GGUF file that `models.gguf_header` has found sound, each with key and type, but those ``skipped`` by key."""
     entries = []
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
         cursor = Cursor(buffer, COUNT_OFFSET)

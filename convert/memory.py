@@ -15,7 +15,7 @@ def peak_memory() -> int:
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the system now. glibc keeps it for later, and after reading a vocabulary that is some 20 MB; other C libraries do not."""
+    """Return freed memory to the system now. glibc keeps it for later: some 20 MB after reading a vocabulary. Other C libraries do not."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -29,6 +29,7 @@ from edgeinfer.errors import ConversionFailed
 from edgeinfer.models.checkpoint import Checkpoint
 
 Progress = Callable[[str, int, int], None]               # stage ("scan", "write", "verify"), bytes done, bytes in all
+WAY_OUT = "make room or choose another place with --out"
 NO_SPACE = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "files of this size are not allowed here"}
 
 
@@ -46,14 +47,14 @@ def convert(
     """Convert ``source`` to the target ``to`` ("gguf-q4", "gguf-f16", "gguf-q5_k_m", ...).
 
     source: an opened checkpoint, its folder, or a GGUF file in F32, F16 or BF16 to be quantised.
-    out: file, or folder for the default name ``<name>-<TYPE>.gguf``; the current folder when None. An existing file is replaced by the last step only.
+    out: file, or folder for the default name ``<name>-<TYPE>.gguf``; the current folder when None. An existing file is replaced by the last step.
     dry_run: plan only. The report has the exact size of the file; nothing is written.
     verify: load the result, run it, and compare tokenizer and chat template with the checkpoint's before it gets its name.
     pre: name of the pre-tokenizer, for a tokenizer whose rules edgeinfer does not know.
     threads: default one for each core. progress: called on this thread, tensor by tensor.
 
-    Raises `BadRequest` (no such target), `ModelNotFound`, `ModelDamaged`, `UnsupportedModel`, and `ConversionFailed` with every problem listed. Whatever
-    is raised, and even when the process is killed, nothing is left under the final name that was not there before.
+    Raises `BadRequest` (no such target), `ModelNotFound`, `ModelDamaged`, `UnsupportedModel`, and `ConversionFailed` with every problem listed.
+    Whatever is raised, and even when the process is killed, nothing is left under the final name that was not there before.
     """
     target = parse_target(to)
     stages = Stages(progress)
@@ -135,7 +136,7 @@ def require_space(final: Path, size: int) -> None:
     folder = final.absolute().parent
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise ConversionFailed(f"The file takes {megabytes(size)} and {folder} has {megabytes(free)} free; make room or choose another place with --out.")
+        raise ConversionFailed(f"The file takes {megabytes(size)} and {folder} has {megabytes(free)} free; {WAY_OUT}.")
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def plain_disk_errors(final: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = NO_SPACE.get(error.errno, error.strerror or str(error))
-        raise ConversionFailed(f"{final} could not be written: {reason}. Nothing was left behind; make room or choose another place with --out.") from error
+        raise ConversionFailed(f"{final} could not be written: {reason}. Nothing was left behind; {WAY_OUT}.") from error
 
 
 class Stages:

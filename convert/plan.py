@@ -1,4 +1,4 @@
-"""Everything about a conversion that can be known before a byte is written: metadata, the type and size of each tensor, what falls back, what is kept."""
+"""What can be known of a conversion before a byte is written: metadata, the type and size of each tensor, what falls back, what is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from edgeinfer.convert.ggml_types import F16_OVERFLOW, bytes_if_divisible, tensor_bytes, type_ids
+from edgeinfer.convert.ggml_types import bytes_if_divisible, holds, tensor_bytes, type_ids
 from edgeinfer.convert.gguf_names import Mapped
 from edgeinfer.convert.gguf_write import Metadata, TensorEntry, padded, render_header
 from edgeinfer.convert.report import Fallback, Kept, TypeTotal
@@ -14,7 +14,7 @@ from edgeinfer.convert.tensor_types import Choice
 from edgeinfer.convert.weights import Scan
 from edgeinfer.models.safetensors import TensorInfo
 
-TOO_LARGE = "since a half-precision number reaches 65,504 and these weights go beyond"
+TOO_LARGE = "since they hold weights beyond the range of the target (65,504 in half precision)"
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,13 @@ def make_plan(
     head_dim: int = 1,
     norm_offset: float = 0.0,
 ) -> Plan:
-    """Settle every tensor's type. One with a magnitude that float16 cannot hold stays BF16 or F32 as stored, whatever the target but F32 and BF16:
-    float16 itself would make it infinite, and block formats scale in float16."""
+    """Settle every tensor's type. One with a weight that its type would make infinite stays BF16 or F32 as stored."""
     planned, kept = [], []
     for mapped in tensors:
         source = stored.get(mapped.source)
         choice = choices[mapped.name]
         used = choice.used
-        if source is not None and used not in ("F32", "BF16") and scans[mapped.source].largest >= F16_OVERFLOW:
+        if source is not None and not holds(used, scans[mapped.source].largest):
             used = source.dtype
             kept.append(Kept(mapped.name, used, TOO_LARGE))
         planned.append(PlannedTensor(mapped, source, used, choice.wanted, tensor_bytes(used, mapped.shape)))

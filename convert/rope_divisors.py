@@ -29,7 +29,7 @@ def divisors(rope: RopeSpec) -> tuple[float, ...]:
 
 
 def llama3_kept(rope: RopeSpec) -> list[float]:
-    """Share of each pair's own frequency, by how often it turns within the original context: all above high_freq_factor, none below low_freq_factor."""
+    """Share of each pair's own frequency, by its turns within the original context: all above high_freq_factor, none below low_freq_factor."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = [rope.original_context / (2 * math.pi * rope.theta ** (2 * pair / rope.rotary_dim)) for pair in range(rope.rotary_dim // 2)]
     return [min(1.0, max(0.0, (turn - low) / (high - low))) for turn in turns]

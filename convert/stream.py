@@ -1,7 +1,7 @@
 """Tensor data from the checkpoint into the file, in blocks of rows on several threads.
 
-A block is read, reordered, converted and written at its own offset; nothing depends on the order in which blocks finish, and the memory in use is a few
-megabytes a thread whatever the size of a tensor.
+A block is read, reordered, converted and written at its own offset; nothing depends on the order in which blocks finish, and the memory in use is a
+few megabytes a thread whatever the size of a tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which type each tensor gets. llama.cpp itself is asked, so that a file of ours mixes types exactly as ``llama-quantize`` does.
 
-The question is put as a *skeleton*: a GGUF file with the model's hyper-parameters and tensor names whose tensors have their true row length but only two
-rows, run through ``llama_model_quantize`` with ``dry_run``. No rule of llama.cpp looks at the number of rows. A second skeleton, its rows rounded up
-to whole blocks, tells what the types would have been if every row were divisible: where the answers differ, llama.cpp fell back.
+The question is put as a *skeleton*: a GGUF file with the model's hyper-parameters and tensor names whose tensors have their true row length but only
+two rows, run through ``llama_model_quantize`` with ``dry_run``. No rule of llama.cpp looks at the number of rows. A second skeleton, its rows rounded
+up to whole blocks, tells what the types would have been if every row were divisible: where the answers differ, llama.cpp fell back.
 """
 
 from __future__ import annotations

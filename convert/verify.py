@@ -74,9 +74,11 @@ def _decode(model: object) -> None:
         if status != 0:
             raise ConversionFailed(f"llama.cpp cannot run the converted file (llama_decode returned {status}), so it was removed.")
         pointer = ctypes.cast(lib.llama_get_logits_ith(context, -1), ctypes.POINTER(ctypes.c_float))
+        if not pointer:
+            raise ConversionFailed("The converted file computes no logits, so it was removed: it is no model that generates text.")
         if not np.isfinite(np.ctypeslib.as_array(pointer, shape=(model.n_vocab,))).all():
             raise ConversionFailed(
-                "The converted file computes logits that are not numbers, so it was removed. Weights or activations overflow: try gguf-bf16 or gguf-f32."
+                "The converted file computes logits that are not numbers, so it was removed. Something overflows: try gguf-bf16 or gguf-f32."
             )
     finally:
         lib.llama_free(context)

@@ -1,6 +1,6 @@
 """Stored weights, read by rows straight from their files and scanned for what no output may hold.
 
-Files are read with ``pread`` into buffers that are used again, not mapped: a mapped file counts as memory of the process page by page as it is touched.
+Files are read with ``pread`` into buffers that are used again, not mapped: a mapped file counts as memory of the process, page by page.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _magnitude(bits: int, dtype: str) -> float:
 
 
 def scan_all(tensors: list[TensorInfo], threads: int, progress: Callable[[int], None]) -> dict[str, Scan]:
-    """Every tensor by name; ``progress`` gets the bytes of each as it is done. Raises `ConversionFailed` that lists every tensor with NaN or infinity."""
+    """Every tensor by name; ``progress`` gets the bytes of each as it is done. Raises `ConversionFailed` listing each tensor with NaN or infinity."""
     buffers = Buffers()
     found: dict[str, Scan] = {}
     with Files() as files, ThreadPoolExecutor(threads) as pool:

@@ -83,7 +83,7 @@ def compare(checkpoint: Path, llama_cpp: Path, python: str, rounds: int, folder:
 
 
 def make_billion(folder: Path, tokenizer: Path) -> int:
-    """Write a random BF16 checkpoint with the tokenizer files of another; returns its parameters. Every tensor is cut from one block of normal numbers."""
+    """Write a random BF16 checkpoint with the tokenizer files of another; returns its parameters. Tensors are cut from one block of noise."""
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
@@ -95,7 +95,8 @@ def make_billion(folder: Path, tokenizer: Path) -> int:
     shapes = {"model.embed_tokens.weight": (rows, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (rows, hidden)}
     for layer in range(config["num_hidden_layers"]):
         parts = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+            "self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
             "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
             "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         }
@@ -130,7 +131,7 @@ def billion(tokenizer: Path, targets: list[str], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint folder (scripts/make_demo_checkpoint.py makes one); --billion takes its tokenizer")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint folder (scripts/make_demo_checkpoint.py makes one); --billion takes its tokens")
     parser.add_argument("--llama-cpp", type=Path, help="llama.cpp source tree with build/bin")
     parser.add_argument("--llama-python", default=sys.executable, help="Python that can run convert_hf_to_gguf.py")
     parser.add_argument("--rounds", type=int, default=5)

@@ -86,7 +86,7 @@ def test_an_f32_file_holds_every_weight_exactly(family: str, dtype: str, tmp_pat
 # -------------------------------------------------------------------------------------------------------- types, sizes, fallbacks
 
 
-@pytest.mark.parametrize("target", ["gguf-q8", "gguf-q4_0", "gguf-q4", "gguf-q5_k_m", "gguf-q6_k", "gguf-q3_k_m", "gguf-q2_k", "gguf-iq4_nl", "gguf-iq4_xs"])
+@pytest.mark.parametrize("target", [f"gguf-{name}" for name in "q8 q4_0 q4 q5_k_m q6_k q3_k_m q2_k iq4_nl iq4_xs".split()])
 @pytest.mark.parametrize(("family", "dims"), [("llama", ODD), ("phi3", {}), ("qwen3", {"hidden": 256, "intermediate": 512}), ("gemma3", ODD)])
 def test_quantised_files_are_llama_cpps_own_bytes(family: str, dims: dict[str, int], target: str, tmp_path: Path) -> None:
     """From an f16 checkpoint every tensor and every key equals what llama.cpp's quantiser makes of our F16 file."""
@@ -122,7 +122,7 @@ def test_direct_types_are_the_gguf_packages_bytes(target: str, kind: str, tmp_pa
 ALL_SIZES = [("llama", ODD), ("llama", SMALL), ("qwen2", {"hidden": 72, "intermediate": 100}), ("gemma3", {"hidden": 640, "layers": 1}), ("phi3", {})]
 
 
-@pytest.mark.parametrize("target", ["gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8", "gguf-q4_0", "gguf-q4", "gguf-q5_1", "gguf-q6_k", "gguf-iq4_nl", "gguf-tq1_0"])
+@pytest.mark.parametrize("target", [f"gguf-{name}" for name in "f32 f16 bf16 q8 q4_0 q4 q5_1 q6_k iq4_nl tq1_0".split()])
 @pytest.mark.parametrize(("family", "dims"), ALL_SIZES)
 def test_a_dry_run_knows_the_exact_size_and_writes_nothing(family: str, dims: dict[str, int], target: str, tmp_path: Path) -> None:
     folder, place = tiny(tmp_path / "model", family, **dims), tmp_path / "out"
@@ -179,7 +179,7 @@ def spike(folder: Path, value: float, where: str = "layers.0.mlp.up_proj") -> No
 
 @pytest.mark.parametrize(("dtype", "value"), [("bf16", 65536.0), ("f32", 65520.0), ("f32", -1e30)])
 @pytest.mark.parametrize("target", ["gguf-f16", "gguf-q8", "gguf-q4"])
-def test_a_weight_too_large_for_float16_keeps_its_tensor(dtype: str, value: float, target: str, tmp_path: Path) -> None:  # case 12
+def test_a_weight_too_large_for_half_precision_keeps_its_tensor(dtype: str, value: float, target: str, tmp_path: Path) -> None:  # case 12
     folder = tiny(tmp_path / "model", "llama", dtype=dtype)
     spike(folder, value)
     plan = convert(folder, target, tmp_path, dry_run=True)
@@ -192,6 +192,16 @@ def test_a_weight_too_large_for_float16_keeps_its_tensor(dtype: str, value: floa
     for tensor in stored.values():
         assert np.isfinite(gguf.dequantize(tensor.data, tensor.tensor_type)).all(), tensor.name
     assert np.float32(value) in gguf.dequantize(stored["blk.0.ffn_up.weight"].data, stored["blk.0.ffn_up.weight"].tensor_type)
+
+
+@pytest.mark.parametrize(("value", "kept"), [(float.fromhex("0x1.fep+127"), 0), (float.fromhex("0x1.ffp+127"), 1)])
+def test_a_weight_too_large_for_bfloat16_keeps_its_tensor(value: float, kept: int, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model", "llama", dtype="f32")
+    spike(folder, value)
+    report = convert(folder, "gguf-bf16", tmp_path, verify=False)
+    assert [found.type for found in report.kept] == ["F32"] * kept
+    tensor = tensors(report.output)["blk.0.ffn_up.weight"]
+    assert gguf.dequantize(tensor.data, tensor.tensor_type).max() == np.float32(value)
 
 
 def test_the_largest_float16_is_no_reason_to_keep_a_tensor(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from tiny import DROP, change_weights, edit, tiny
 
-from edgeinfer.convert import convert, pipeline, stream
+from edgeinfer.convert import convert, pipeline, stream, verify
 from edgeinfer.errors import ConversionFailed, EdgeInferError, ModelDamaged, ModelNotFound
 
 OLD = b"an older file"
@@ -277,3 +278,22 @@ def test_the_report_is_json(folder: Path, tmp_path: Path) -> None:
     assert values["bytes"] == (tmp_path / "model-Q4_K_M.gguf").stat().st_size
     assert values["checks"] and values["seconds"].keys() == {"plan", "scan", "write", "verify"} and values["peak_memory_bytes"] > 0
     assert sum(total["bytes"] for total in values["tensors"]) * 8 == pytest.approx(values["bits_per_weight"] * values["parameters"], rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------- files too large to compute
+
+
+def test_a_large_file_is_tried_without_its_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "DECODE_UP_TO", 0)
+    assert convert(folder, "gguf-f16", tmp_path).checks[0] == "llama.cpp takes every tensor"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_shapes_that_the_metadata_contradicts_are_found_either_way(folder: Path, decode: bool, tmp_path: Path) -> None:
+    report = convert(folder, "gguf-f16", tmp_path)
+    reader = gguf.GGUFReader(report.output, "r+")
+    field = reader.fields["llama.feed_forward_length"]
+    field.parts[field.data[0]][0] += 32
+    reader.data.flush()
+    with pytest.raises(ConversionFailed, match="wrong shape"):
+        verify.try_model(report.output, decode=decode)
