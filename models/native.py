@@ -64,6 +64,14 @@ def llama() -> ModuleType:
     return module
 
 
+def native_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A quick function of llama.cpp's library, under a signature of the caller's (an address instead of a pointer object, say).
+
+    The call keeps the interpreter lock, so use it only for what returns at once.
+    """
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, llama()._lib))
+
+
 @cache
 def ggml() -> ctypes.CDLL:
     """ggml's own library beside llama.cpp's: tensor types and the kernels that quantise rows. Calls release the interpreter lock."""

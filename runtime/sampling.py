@@ -23,6 +23,7 @@ from edgeinfer.runtime.values import SamplingParams
 
 _GROUP = 64                               # logits to a group; 16 to 256 are equally fast
 _LARGEST_LOGIT = 1e30                     # where edited logits are capped: far above any real one, far below float32's overflow
+_SHORT_LIST = 128                         # a top-k up to this is sorted and summed in plain Python
 _LOWEST_TEMPERATURE = 1e-30               # below it nothing changes: any difference in logits is already infinite
 
 
@@ -118,6 +119,17 @@ def _head(row: np.ndarray, p: float, top: float, mass: float) -> np.ndarray:
     return np.flatnonzero(row > -np.inf)
 
 
+def _nucleus(weights: Sequence[float], p: float) -> int:
+    """How many of the descending ``weights`` reach the share ``p`` of their sum."""
+    target = p * sum(weights)
+    reached = 0.0
+    for count, weight in enumerate(weights, 1):
+        reached += weight
+        if reached >= target:
+            return count
+    return len(weights)
+
+
 def draw(logits: np.ndarray, temperature: float, top: float, uniform: float) -> int:
     """Index into ``logits`` drawn from their softmax at ``temperature`` (above 0), by a number ``uniform`` in [0, 1)."""
     with np.errstate(over="ignore", under="ignore"):        # a tiny temperature sends every other logit to -inf, as it should
@@ -209,6 +221,7 @@ class Sampler:
         self.params = params
         self.seed = random_seed() if params.seed is None else params.seed
         self._random = Random(self.seed)
+        self._depth = 8.0                                    # logits below the maximum at which a small top-k is looked for
         self._bias_ids, self._bias = _bias_arrays(params, n_vocab)
         penalised = params.repeat_last_n != 0 and (params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0)
         self._recent = RecentTokens(None if params.repeat_last_n < 0 else params.repeat_last_n, prompt) if penalised else None
@@ -220,8 +233,39 @@ class Sampler:
         if self.params.temperature == 0:
             return argmax(row)
         top = largest(row)
+        if 0 < self.params.top_k <= _SHORT_LIST:
+            return self._sample_short(row, top)
         ids = survivors(row, self.params, top)
         return int(ids[draw(row[ids], self.params.temperature, top, self._random.random())])
+
+    def _sample_short(self, row: np.ndarray, top: float) -> int:
+        """The same chain for a small top-k. Right after a step the caches hold weights, not us, and each numpy call costs several times what it does
+        in a tight loop: one comparison pass, then plain Python over the few tokens that passed."""
+        params = self.params
+        k = min(params.top_k, len(row))
+        ids = (row >= np.float32(top - self._depth)).nonzero()[0]
+        if len(ids) < k:                                     # the depth follows the rows: it decides how long this takes, never a result
+            ids = top_k(row, k)
+            self._depth = min(self._depth * 1.2, 64.0)
+        elif len(ids) > 4 * k:
+            ids = keep_largest(row, ids, k)
+            self._depth *= 0.9
+        logits = row[ids].tolist()
+        order = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)[:k]   # stable: equals stay ascending by id
+        kept = [logits[at] for at in order]
+        if params.top_p < 1:
+            kept = kept[: _nucleus([math.exp(logit - top) for logit in kept], params.top_p)]
+        if params.min_p > 0:
+            floor = top + math.log(params.min_p)
+            kept = [logit for logit in kept if logit >= floor]
+        temperature = max(params.temperature, _LOWEST_TEMPERATURE)
+        weights = [math.exp((logit - top) / temperature) for logit in kept]
+        target = self._random.random() * sum(weights)
+        for at, weight in zip(order, weights):
+            target -= weight
+            if target < 0:
+                return int(ids[at])
+        return int(ids[order[len(kept) - 1]])
 
     def accept(self, token: int) -> None:
         """Count ``token`` for the penalties of the following ones."""

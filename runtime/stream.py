@@ -21,7 +21,8 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
+        self._over = threading.Event()                   # for those who wait for the end only: waking them at every token would slow the engine
         self._events: deque[Event] = deque()
         self._pieces: list[str] = []
         self._end: Finished | Failed | None = None
@@ -43,6 +44,8 @@ class Stream:
             elif isinstance(event, Finished | Failed):
                 self._end = event
             self._changed.notify_all()
+            if self._end is not None:
+                self._over.set()
             wake, self._wake = self._wake, None
         if wake is not None:
             loop, future = wake
@@ -100,8 +103,7 @@ class Stream:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; True when it has come."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._end is not None, timeout)
+        return self._over.wait(timeout)
 
     # ------------------------------------------------------------------------------------------------------------ snapshots
 
