@@ -165,7 +165,13 @@ def reference_tokenizer(checkpoint: Checkpoint, vocab: GGUFVocab) -> Reference:
     if checkpoint.tokenizer_json is not None:
         return HFTokenizer(checkpoint.tokenizer_json, vocab.extra)
     markers = {vocab.tokens[token]: token for token, kind in enumerate(vocab.token_types) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
-    return SPMTokenizer(checkpoint.tokenizer_model, markers, bos_id=vocab.bos_id if vocab.add_bos else None)
+    return SPMTokenizer(
+        checkpoint.tokenizer_model,
+        markers,
+        bos_id=vocab.bos_id if vocab.add_bos else None,
+        lstrip={token.text for token in vocab.added if token.lstrip},
+        rstrip={token.text for token in vocab.added if token.rstrip},
+    )
 
 
 @contextmanager

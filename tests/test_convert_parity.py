@@ -11,6 +11,7 @@ from tiny import tiny
 from vocab_folders import change
 from vocab_gguf import load_vocab, write_vocab_gguf
 
+from edgeinfer.convert import convert
 from edgeinfer.convert.parity import Mismatch, check_parity, reference_tokenizer, template_parity
 from edgeinfer.convert.parity_probes import CASED, PLAIN, probes
 from edgeinfer.convert.vocab import read_vocab
@@ -198,3 +199,11 @@ def test_a_control_token_is_reached_only_as_a_marker(make, tmp_path):
     ids = model.tokenize("<|im_end|>", add_special=False, parse_special=False)
     model.close()
     assert len(ids) > 1 and not any(vocab.token_types[token] == CONTROL for token in ids)
+
+
+@pytest.mark.parametrize("sentencepiece", ["none", "also", "only"])
+@pytest.mark.parametrize("added_tokens", [(), (("<tool>", False),)])
+def test_markers_that_swallow_whitespace_agree_whatever_the_files(tmp_path, sentencepiece: str, added_tokens) -> None:
+    """Phi-3's markers drop the whitespace after them, whether tokenizer.json or tokenizer.model with its config says so."""
+    folder = tiny(tmp_path / "model", "phi3", tokenizer="spm-phi3", sentencepiece=sentencepiece, added_tokens=added_tokens)
+    convert(folder, "gguf-f16", tmp_path / "out.gguf")
