@@ -6,7 +6,7 @@
         for piece in engine.chat([{"role": "user", "content": "Hello!"}], max_tokens=100):
             print(piece, end="", flush=True)
 
-Importing this package loads nothing heavy; the names below load what they need when they are first used.
+Conversion is ``from edgeinfer.convert import convert``. Importing this package loads nothing heavy; the names below load what they need when they are first used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.errors import EdgeInferError
 
 if TYPE_CHECKING:
-    from edgeinfer.convert.pipeline import convert
     from edgeinfer.runtime.load import load
     from edgeinfer.runtime.service import Engine
     from edgeinfer.runtime.stream import Stream
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "convert": "edgeinfer.convert.pipeline",
     "load": "edgeinfer.runtime.load",
     "Engine": "edgeinfer.runtime.service",
     "Stream": "edgeinfer.runtime.stream",
@@ -36,7 +34,7 @@ _HOMES = {
     "Timings": "edgeinfer.runtime.values",
 }
 
-__all__ = ["EdgeInferError", "Engine", "FinishReason", "SamplingParams", "Stream", "Timings", "Usage", "__version__", "convert", "load"]
+__all__ = ["EdgeInferError", "Engine", "FinishReason", "SamplingParams", "Stream", "Timings", "Usage", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

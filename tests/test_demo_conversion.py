@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.convert import convert
 from llama_logits import logits
 
 TEXT = (Path(__file__).parent / "text_1000.txt").read_text("utf-8")
@@ -27,7 +28,7 @@ TARGETS = {"gguf-f16": "F16", "gguf-q8": "Q8_0", "gguf-q4": "Q4_K_M", "gguf-q4_0
 @pytest.fixture(scope="module")
 def converted(demo_checkpoint, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("converted")
-    return {target: edgeinfer.convert(demo_checkpoint, target, folder / f"{target}.gguf").output for target in TARGETS}
+    return {target: convert(demo_checkpoint, target, folder / f"{target}.gguf").output for target in TARGETS}
 
 
 def log_softmax(rows: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import edgeinfer
+from edgeinfer.convert import convert
 from edgeinfer.errors import BadRequest, ContextLengthExceeded, DeviceUnavailable, ModelDamaged, ModelNotFound, UnsupportedModel
 from edgeinfer.models.native import llama
 from edgeinfer.runtime.backends.llama_vocab import _named
@@ -384,7 +385,7 @@ def test_ids_are_the_sources_ids_where_llamacpp_does_less(tmp_path) -> None:
     from tokenizers import Tokenizer
 
     folder = tiny(tmp_path / "qwen", "qwen2")
-    edgeinfer.convert(folder, "gguf-f16", tmp_path / "qwen.gguf")
+    convert(folder, "gguf-f16", tmp_path / "qwen.gguf")
     backend = LlamaCppBackend(tmp_path / "qwen.gguf", LlamaOptions(ctx_size=256, parallel=1))
     try:
         text = "Cafe\u0301 n\u0303andu\u0301, 12345"
