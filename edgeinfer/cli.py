@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except EdgeInferError as error:
         if debug:
+            native = sys.modules.get("edgeinfer.models.native")
+            if native is not None:
+                print(native.recent_logs(), file=sys.stderr)
             raise
         print(f"edgeinfer: {error}", file=sys.stderr)
         return error.exit_status
@@ -381,7 +384,7 @@ def _resolve(name: str, *, offline: bool, want: str = "gguf") -> Any:
     from edgeinfer.models.resolve import resolve
 
     with _Progress() as progress:
-        found = resolve(name, offline=offline, progress=progress)
+        found = resolve(name, offline=offline, progress=progress, prefer="checkpoint" if want == "checkpoint" else "gguf")
     if want == "gguf" and found.kind != "gguf":
         raise BadRequest(f"{found.path} is a Hugging Face checkpoint; convert it first: edgeinfer convert {found.path} --to gguf-q4")
     if want == "checkpoint" and found.kind == "onnx":

@@ -20,10 +20,6 @@ class TensorType:
         """Bytes of ``elements`` values; ``elements`` is a multiple of ``block``."""
         return elements // self.block * self.block_bytes
 
-    @property
-    def bits_per_value(self) -> float:
-        return 8 * self.block_bytes / self.block
-
 
 TYPES: dict[int, TensorType] = {
     number: TensorType(name, block, size)

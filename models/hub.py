@@ -26,7 +26,6 @@ from edgeinfer.errors import BackendFailed, EdgeInferError, ModelNotFound
 Progress = Callable[[str, int, int], None]               # what is done ("download user/repo"), bytes here so far, bytes in all
 POLL_SECONDS = 0.2
 ATTEMPTS = 5                                             # at a download whose connection breaks
-GGUF_PATTERNS = ("*.gguf",)
 CHECKPOINT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 
 

@@ -29,9 +29,10 @@ class ResolvedModel:
     source: str
 
 
-def resolve(model: str, *, offline: bool = False, progress: hub.Progress | None = None) -> ResolvedModel:
+def resolve(model: str, *, offline: bool = False, progress: hub.Progress | None = None, prefer: Kind = "gguf") -> ResolvedModel:
     """Find ``model``, downloading from the hub when it is a catalogue name or hub id that is not here yet (never with ``offline``).
 
+    prefer: what to take from a hub repository that holds both a GGUF and a checkpoint.
     Raises `ModelNotFound` with what was tried and near misses; `UnsupportedModel` for a folder or file of no known kind.
     """
     text = str(model)
@@ -49,7 +50,7 @@ def resolve(model: str, *, offline: bool = False, progress: hub.Progress | None 
             return _from_catalogue(text, offline, progress)
         wanted = HubId.parse(text)
         if wanted is not None:
-            return _from_hub(wanted, wanted.repo.split("/")[1], offline, progress)
+            return _from_hub(wanted, wanted.repo.split("/")[1], offline, progress, prefer)
     raise ModelNotFound(_not_found(text, path))
 
 
@@ -89,11 +90,12 @@ def _from_catalogue(name: str, offline: bool, progress: hub.Progress | None) -> 
     return _from_hub(HubId(entry.hub, entry.quantization), name, offline, progress)
 
 
-def _from_hub(wanted: HubId, name: str, offline: bool, progress: hub.Progress | None) -> ResolvedModel:
+def _from_hub(wanted: HubId, name: str, offline: bool, progress: hub.Progress | None, prefer: Kind = "gguf") -> ResolvedModel:
     listing = hub.list_files(wanted.repo, wanted.revision, offline=offline)
     names = [file.name for file in listing.files]
     source = f"hub {wanted.repo}@{listing.commit}"
-    if wanted.quantization or any(file.endswith(".gguf") for file in names):
+    checkpoint = "config.json" in names and any(file.endswith(".safetensors") for file in names)
+    if wanted.quantization or any(file.endswith(".gguf") for file in names) and not (prefer == "checkpoint" and checkpoint):
         choice = choose(names, wanted.quantization, wanted.repo)
         folder = hub.download(wanted.repo, wanted.revision, offline=offline, patterns=hub.exactly(choice.files), progress=progress, listing=listing)
         return ResolvedModel(folder / choice.first, "gguf", name, source)

@@ -52,11 +52,6 @@ class SlotTable:
         self.slots = [Slot(index) for index in range(backend.info.max_slots)]
         self._tick = 0
 
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens held by idle slots."""
-        return sum(slot.length for slot in self.slots if not slot.busy)
-
     def acquire(self, tokens: list[int], *, multiple: int = 1) -> Lease | None:
         """A slot for ``tokens`` with as much of their prefix as can be had; None, and nothing changed, when every slot is busy.
 

@@ -75,14 +75,6 @@ class SamplingParams:
         return replace(base or cls(), **changes)
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """Token ids in, sampling rules beside them."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
-
-
 # ------------------------------------------------------------------------------------------------------ scheduler <-> backend
 
 
@@ -235,7 +227,6 @@ class BackendInfo:
     kv_type: str                         # "f16", "q8_0/q8_0"
     kv_bytes_per_token: int
     weight_bytes: int
-    can_truncate: bool = True            # False: a slot can only be cleared whole (recurrent memory)
     can_copy_prefix: bool = True
     can_shift: bool = False
     layers_offloaded: int = 0

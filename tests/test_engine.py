@@ -422,6 +422,12 @@ def test_timings_and_usage_are_readable_while_it_runs(engines) -> None:
     assert stream.text() == "ab"
 
 
+def test_count_tokens_is_what_chat_sends(engines) -> None:
+    engine = start(engines, ScriptedBackend())
+    stream = engine.chat(ask("how long is this?"))
+    assert engine.count_tokens(ask("how long is this?")) == stream.usage.prompt_tokens
+
+
 def test_without_a_template_chat_says_what_to_do(engines) -> None:
     engine = start(engines, ScriptedBackend(vocab=ByteVocab(chat_template=None), script=lambda tokens: END))
     with pytest.raises(BadRequest, match="template"):

@@ -297,6 +297,14 @@ def test_catalogue_falls_back_to_the_hub(server: FakeHub) -> None:
     assert len(server.requests) == asked
 
 
+def test_a_repository_with_both_gives_what_is_preferred(server: FakeHub) -> None:
+    server.repos["someone/both"] = {"config.json": b"{}", "model.safetensors": b"weights", "both-Q4_K_M.gguf": b"GGUF"}
+    assert resolve("someone/both").kind == "gguf"
+    found = resolve("someone/both", prefer="checkpoint")
+    assert found.kind == "checkpoint" and (found.path / "model.safetensors").read_bytes() == b"weights"
+    assert resolve("someone/both:Q4_K_M", prefer="checkpoint").kind == "gguf"
+
+
 def test_hub_ids_resolve_to_files_in_the_cache(server: FakeHub) -> None:
     assert resolve("user/Model-GGUF").path.name == "m-Q4_K_M.gguf"
     assert resolve("user/Model-GGUF:Q8_0@v1").path.read_bytes() == DATA[::-1]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import BadRequest, BackendFailed, DeviceUnavailable, OutOfMemory
+from edgeinfer.errors import BadRequest, DeviceUnavailable, OutOfMemory
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.memory import KV_TYPES, kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function
@@ -131,7 +131,6 @@ class LlamaCppBackend:
             kv_type=k if k == v else f"{k}/{v}",
             kv_bytes_per_token=kv_bytes_per_token(header, type_k=k, type_v=v),
             weight_bytes=lib.llama_model_size(model.handle),
-            can_truncate=not lib.llama_model_is_recurrent(model.handle),
             can_copy_prefix=not lib.llama_model_is_recurrent(model.handle),
             can_shift=bool(lib.llama_memory_can_shift(self._memory)),
             layers_offloaded=on_gpu,
