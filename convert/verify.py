@@ -10,6 +10,7 @@ import numpy as np
 
 from edgeinfer.errors import ConversionFailed, ModelDamaged
 from edgeinfer.models.checkpoint import Checkpoint
+from edgeinfer.models.native import NativeModel, llama, release_compute_threads
 
 # A decode maps the whole file into memory; above this size only the tensors' names and shapes are tried.
 DECODE_UP_TO = 512 * 1024**2
@@ -42,8 +43,6 @@ def try_model(path: Path, *, decode: bool) -> str:
 
     Raises `ConversionFailed` when llama.cpp refuses the file or computes something that is not a number.
     """
-    from edgeinfer.models.native import NativeModel
-
     try:
         model = NativeModel(path) if decode else NativeModel(path, no_alloc=True)
     except ModelDamaged as error:
@@ -57,9 +56,7 @@ def try_model(path: Path, *, decode: bool) -> str:
         model.close()
 
 
-def _decode(model: object) -> None:
-    from edgeinfer.models.native import llama
-
+def _decode(model: NativeModel) -> None:
     lib = llama()
     tokens = model.tokenize(PROBE, add_special=True, parse_special=False)[:PROBE_TOKENS] or [0]
     params = lib.llama_context_default_params()
@@ -82,3 +79,4 @@ def _decode(model: object) -> None:
             )
     finally:
         lib.llama_free(context)
+        release_compute_threads()

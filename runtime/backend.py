@@ -60,6 +60,10 @@ class Backend(Protocol):
         """Of a slot that holds ``length`` tokens: how many of the first ``wanted`` may be kept (0 when a sliding window has moved past them)."""
         ...
 
+    def rest(self) -> None:
+        """Nothing to do for now: give back what is only needed while computing. The next ``forward`` takes it again."""
+        ...
+
     def abort(self) -> None:
         """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``. No effect between forwards."""
         ...

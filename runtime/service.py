@@ -58,6 +58,10 @@ class _Loop:
         core = self._core
         while True:
             with self._wake:
+                idle = not (self._inbox or self._closing or core.has_work)
+            if idle:
+                core.backend.rest()
+            with self._wake:
                 while not (self._inbox or self._closing or core.has_work):
                     self._wake.wait()
                 actions = list(self._inbox)

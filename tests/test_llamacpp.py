@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,3 +400,22 @@ def test_a_bos_that_llamacpp_makes_up_is_none() -> None:
     """case 36's kind: without the key, llama.cpp answers token 11 for a byte-level vocabulary, and a template would print an ordinary token."""
     silent, spoken = SimpleNamespace(metadata={"tokenizer.ggml.model": "gpt2"}), SimpleNamespace(metadata={"tokenizer.ggml.bos_token_id": 11})
     assert _named(silent, "bos", 11) is None and _named(spoken, "bos", 11) == 11 and _named(spoken, "bos", -1) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU OpenMP is what ggml computes with on Linux")
+def test_an_idle_engine_keeps_no_compute_threads(smollm2_gguf) -> None:
+    """Idle workers of one engine would halve the speed of every other one in the process."""
+    process = psutil.Process()
+    before = process.num_threads()
+    with edgeinfer.load(smollm2_gguf, ctx_size=256, parallel=1, threads=3) as engine:
+        stream = engine.generate("hello", ignore_eos=True, temperature=0)
+        next(iter(stream))
+        assert process.num_threads() == before + 3           # the engine's own thread and two workers
+        stream.cancel()
+        assert stream.wait(60)
+        for _ in range(100):                                 # the end of the answer is told before the engine rests
+            if process.num_threads() == before + 1:
+                break
+            time.sleep(0.05)
+        assert process.num_threads() == before + 1
+        assert engine.generate("again", max_tokens=4, temperature=0).text()

@@ -94,6 +94,7 @@ class ScriptedBackend:
         self._abort = threading.Event()
         self.plans: list[StepPlan] = []                  # everything that ran, for exact assertions
         self.tokens_computed = 0
+        self.rests = 0
         self.closed = False
 
     def _scripted(self, tokens: list[int], ids: list[int]) -> int:
@@ -161,6 +162,9 @@ class ScriptedBackend:
 
     def reusable(self, slot: int, length: int, wanted: int) -> int:
         return min(length, wanted)
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def abort(self) -> None:
         self._abort.set()

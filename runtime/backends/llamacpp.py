@@ -19,7 +19,7 @@ import numpy as np
 from edgeinfer.errors import BadRequest, DeviceUnavailable, OutOfMemory
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.memory import KV_TYPES, kv_bytes_per_token
-from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function
+from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function, release_compute_threads
 from edgeinfer.runtime.backends.llama_vocab import LlamaVocab
 from edgeinfer.runtime.values import BackendInfo, Chunk, StepPlan, StepResult
 
@@ -199,6 +199,9 @@ class LlamaCppBackend:
     def reusable(self, slot: int, length: int, wanted: int) -> int:
         # A sliding window that dropped early cells leaves a hole at the start; the prefix is then not all there.
         return min(length, wanted) if llama().llama_memory_seq_pos_min(self._memory, slot) == 0 else 0
+
+    def rest(self) -> None:
+        release_compute_threads()
 
     def abort(self) -> None:
         self._abort_flag.value = b"x"
