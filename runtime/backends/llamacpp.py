@@ -72,7 +72,7 @@ class LlamaCppBackend:
         self._n_vocab = self._model.n_vocab
         self._get_logits = native_function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
         self._decode = lib.llama_decode
-        self._views: dict[tuple[int, int], np.ndarray] = {}
+        self._views: dict[tuple[int, int], list[np.ndarray]] = {}
 
     # ------------------------------------------------------------------------------------------------------------- loading
 
@@ -174,17 +174,16 @@ class LlamaCppBackend:
         wanting = [chunk.slot for chunk in group if chunk.wants_logits]
         if not wanting:
             return {}
-        rows = self._logits_view(self._get_logits(self._context), len(wanting))
-        return {slot: rows[index].copy() if copy else rows[index] for index, slot in enumerate(wanting)}
+        rows = self._logits_views(self._get_logits(self._context), len(wanting))
+        return {slot: row.copy() if copy else row for slot, row in zip(wanting, rows, strict=True)}
 
-    def _logits_view(self, address: int, count: int) -> np.ndarray:
-        # llama.cpp keeps its output buffer; making a view anew costs 0.1 ms, for every step of every answer.
-        view = self._views.get((address, count))
-        if view is None:
+    def _logits_views(self, address: int, count: int) -> list[np.ndarray]:
+        # llama.cpp keeps its output buffer; making views anew costs 0.1 ms, for every step of every answer.
+        views = self._views.get((address, count))
+        if views is None:
             buffer = (ctypes.c_float * (count * self._n_vocab)).from_address(address)
-            view = np.frombuffer(buffer, np.float32).reshape(count, self._n_vocab)
-            self._views[address, count] = view
-        return view
+            views = self._views[address, count] = list(np.frombuffer(buffer, np.float32).reshape(count, self._n_vocab))
+        return views
 
     # --------------------------------------------------------------------------------------------------------------- slots
 
