@@ -9,7 +9,8 @@ import enum
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -76,10 +77,10 @@ class SamplingParams:
 
 
 # ------------------------------------------------------------------------------------------------------ scheduler <-> backend
+# Named tuples, not dataclasses: several are made in every step, between two tokens, and a frozen dataclass takes four times as long to make.
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one sequence to run in this step, at positions ``start .. start + len(tokens)`` of slot ``slot``."""
 
     slot: int
@@ -89,8 +90,7 @@ class Chunk:
     alone: bool = False                  # in a native batch of its own: kernels round differently by the number of rows in a batch
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step. At most one chunk a slot; decoders (one token each) come first, in slot order of the scheduler's choice."""
 
     decodes: tuple[Chunk, ...] = ()
@@ -101,18 +101,17 @@ class StepPlan:
         return self.decodes + self.prefills
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What became of a plan, chunk by chunk.
 
     ``logits`` maps a slot whose chunk wanted logits to a float32 row of shape (n_vocab,). Rows are views that stay valid until the next
     ``forward``. A slot in ``no_room``, ``aborted`` or ``failed`` has the same KV as before the step: its chunk did not happen.
     """
 
-    logits: Mapping[int, np.ndarray] = field(default_factory=dict)
+    logits: Mapping[int, np.ndarray]
     no_room: tuple[int, ...] = ()
     aborted: tuple[int, ...] = ()
-    failed: Mapping[int, str] = field(default_factory=dict)
+    failed: Mapping[int, str] = MappingProxyType({})
 
 
 # ----------------------------------------------------------------------------------------------------------------- events

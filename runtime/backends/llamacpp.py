@@ -143,16 +143,14 @@ class LlamaCppBackend:
 
     def forward(self, plan: StepPlan) -> StepResult:
         self._abort_flag.value = b""
-        together = tuple(chunk for chunk in plan.decodes if not chunk.alone)
-        groups = ([together] if together else []) + [(chunk,) for chunk in plan.decodes if chunk.alone] + [(chunk,) for chunk in plan.prefills]
+        groups = _groups(plan)
         logits: dict[int, np.ndarray] = {}
         no_room: list[int] = []
         aborted: list[int] = []
         failed: dict[int, str] = {}
         for index, group in enumerate(groups):
-            slots = [chunk.slot for chunk in group]
             if self._abort_flag.value:
-                aborted += slots
+                aborted += [chunk.slot for chunk in group]
                 continue
             self._batch.fill(group)
             status = self._decode(self._context, self._batch.native)
@@ -160,6 +158,7 @@ class LlamaCppBackend:
                 # The native rows are overwritten by the next call of this step, if there is one.
                 logits |= self._rows(group, copy=index + 1 < len(groups))
                 continue
+            slots = [chunk.slot for chunk in group]
             for chunk in group:                          # whatever part of the batch went in must go out again
                 llama().llama_memory_seq_rm(self._memory, chunk.slot, chunk.start, -1)
             if status == _NO_ROOM:
@@ -210,6 +209,14 @@ class LlamaCppBackend:
             llama().llama_free(self._context)
             self._context = 0
             self._model.close()
+
+
+def _groups(plan: StepPlan) -> list[tuple[Chunk, ...]]:
+    """What goes into one native call each: the decoders together, but for those that must be alone; every prompt chunk by itself."""
+    if not plan.prefills and len(plan.decodes) == 1:
+        return [plan.decodes]
+    together = tuple(chunk for chunk in plan.decodes if not chunk.alone)
+    return ([together] if together else []) + [(chunk,) for chunk in plan.decodes if chunk.alone] + [(chunk,) for chunk in plan.prefills]
 
 
 class _Batch:
