@@ -1,6 +1,6 @@
 # Sourced by quickstart and test: makes .venv with the named extras, once, and again only when pyproject.toml changes.
 
-say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m==> %s\033[0m\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 find_python() {
