@@ -38,7 +38,12 @@ def load(
     found = resolve(str(model), offline=offline)
     if found.kind != "gguf":
         raise UnsupportedModel(f"{found.path} is a Hugging Face checkpoint, which the runtime does not open; convert it: edgeinfer convert {found.path} --to gguf-q4")
-    return Engine(LlamaCppBackend(found.path, backend_options, progress=progress), chat_template=chat_template, options=scheduler_options)
+    backend = LlamaCppBackend(found.path, backend_options, progress=progress)
+    try:
+        return Engine(backend, chat_template=chat_template, options=scheduler_options)
+    except BaseException:
+        backend.close()
+        raise
 
 
 def _pick(kind: type, options: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.sequence import Sequence, Status
 from edgeinfer.runtime.slots import SlotTable
 from edgeinfer.runtime.values import Chunk, StepPlan
@@ -27,13 +28,24 @@ class SchedulerOptions:
     prefill_chunk_busy: int = 128
     max_waiting: int = 256
 
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadRequest(f"{name} must be a whole number from 1, not {value!r}.")
+
 
 class Scheduler:
     """Holds the waiting and the running sequences; decides, computes nothing. Deterministic for given arrivals."""
 
     def __init__(self, slots: SlotTable, options: SchedulerOptions):
+        width = len(slots.slots)
+        if options.max_num_batched_tokens < width:
+            raise BadRequest(f"A step of {options.max_num_batched_tokens} tokens cannot serve {width} sequences; raise batch_size to {width} or lower parallel.")
         self._slots = slots
         self._options = options
+        # The chunk of requests with a seed: one that always fits, whoever decodes beside it.
+        self._steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - width))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []                # in order of admission: the last is the youngest
         # After a preemption nobody is let in until a sequence leaves: the one just put out would come straight back, and the two could take the
@@ -57,7 +69,7 @@ class Scheduler:
         for seq in self.running:
             if seq.is_decoding or budget <= 0:
                 continue
-            size = min(self._options.prefill_chunk_busy if seq.reproducible else budget, seq.num_uncomputed)
+            size = min(self._steady_chunk if seq.reproducible else budget, seq.num_uncomputed)
             if size > budget:            # of a fixed size and not fitting any more: next step
                 break
             budget -= size
@@ -67,7 +79,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and not self._full:
             seq = self.waiting[0]
-            lease = self._slots.acquire(seq.tokens, multiple=self._options.prefill_chunk_busy if seq.reproducible else 1)
+            lease = self._slots.acquire(seq.tokens, multiple=self._steady_chunk if seq.reproducible else 1)
             if lease is None:
                 return
             self.waiting.popleft()

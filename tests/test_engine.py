@@ -411,6 +411,20 @@ def test_a_stream_keeps_its_engine_alive() -> None:
     assert Engine(ScriptedBackend([b"to", b" the", b" end"])).generate("x").text() == "to the end"
 
 
+@pytest.mark.parametrize("options", [{"prefill_chunk": 0}, {"prefill_chunk_busy": -1}, {"max_waiting": 0}, {"max_num_batched_tokens": 3}])
+def test_options_that_could_never_make_a_step_are_refused(options) -> None:
+    backend = ScriptedBackend(max_slots=4)
+    with pytest.raises(BadRequest):
+        Engine(backend, options=SchedulerOptions(**options))
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk": 3}, {"prefill_chunk_busy": 2}, {"max_num_batched_tokens": 4}, {}])
+def test_seeded_and_other_requests_finish_together_whatever_the_chunks(engines, options) -> None:
+    engine = start(engines, ScriptedBackend(echo, max_slots=4, max_batch=16), **options)
+    streams = [engine.chat(ask(f"<number {n}>"), seed=n if n % 2 else None) for n in range(10)]
+    assert [stream.text() for stream in streams] == [f"<number {n}>" for n in range(10)]
+
+
 def test_timings_and_usage_are_readable_while_it_runs(engines) -> None:
     gate = Gate(lambda plan: len(plan.decodes) > 0)
     engine = start(engines, ScriptedBackend([b"a", b"b"], before_forward=gate))

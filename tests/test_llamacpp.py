@@ -282,7 +282,7 @@ def test_asking_for_a_gpu_without_one(smollm2_gguf) -> None:
 
 @pytest.mark.parametrize("options", [
     {"cache_type_k": "q3_7"}, {"flash_attn": "maybe"}, {"ctx_size": -1}, {"parallel": 0}, {"gpu_layers": "many"}, {"device": "tpu"}, {"context": 5},
-    {"ctx_size": 512, "kv_size": 100},
+    {"ctx_size": 512, "kv_size": 100}, {"batch_size": 1}, {"prefill_chunk": 0},
 ])
 def test_wrong_options_are_named(smollm2_gguf, options) -> None:
     with pytest.raises(BadRequest) as caught:
