@@ -268,6 +268,11 @@ def test_a_quantised_v_cache_needs_flash_attention(smollm2_gguf) -> None:
         assert engine.info.kv_type == "q8_0" and engine.info.kv_bytes_per_token == 30 * 2 * 192 // 32 * 34
 
 
+def test_a_context_beyond_the_training_is_said(smollm2_gguf) -> None:
+    with edgeinfer.load(smollm2_gguf, ctx_size=9000, parallel=1) as engine:
+        assert engine.info.n_ctx == 9000 and any("8,192" in notice for notice in engine.info.notices)
+
+
 @pytest.mark.skipif(llama().llama_supports_gpu_offload(), reason="this build has a GPU backend")
 def test_asking_for_a_gpu_without_one(smollm2_gguf) -> None:
     """cases 93, 94's kind: --device cuda fails, -ngl says that it has no effect, and the report tells what was used."""

@@ -65,6 +65,9 @@ class LlamaCppBackend:
             self._model.close()
             raise
         lib = llama()
+        trained = lib.llama_model_n_ctx_train(self._model.handle)
+        if self._n_ctx > trained > 0:
+            notices.append(f"A context of {self._n_ctx:,} tokens was asked for; this model was trained for {trained:,}, and answers get worse beyond.")
         self._memory = lib.llama_get_memory(self._context)
         self.vocab = LlamaVocab(self._model, header)
         self.info = self._describe(header, options, notices)
