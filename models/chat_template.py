@@ -58,7 +58,8 @@ class ChatTemplate:
     def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = ""):
         if not source:
             raise ChatTemplateError(
-                "This model has no chat template, so it cannot chat; use generate() with a raw prompt, or pass a template with --chat-template."
+                "This model has no chat template, so it cannot chat; continue raw prompts instead (--raw, or generate() in a program), or pass a "
+                "template with --chat-template."
             )
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(f"The model's chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are accepted.")
