@@ -1,10 +1,16 @@
 """Fixtures shared by the whole suite."""
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+# A job that a script starts in the background inherits an ignored SIGINT, and so does every program it starts; tests that interrupt one would wait
+# for ever. What the user's terminal would give is the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
