@@ -60,6 +60,18 @@ class Backend(Protocol):
         """Of a slot that holds ``length`` tokens: how many of the first ``wanted`` may be kept (0 when a sliding window has moved past them)."""
         ...
 
+    def shift(self, slot: int, keep: int, drop: int) -> None:
+        """Forget tokens ``keep .. keep + drop`` of a slot and move all later ones down by ``drop``. Only where ``info.can_shift``."""
+        ...
+
+    def export_slot(self, slot: int) -> bytes:
+        """The slot's KV in a form that `import_slot` of the same model and KV types takes back. Only where ``info.can_export``."""
+        ...
+
+    def import_slot(self, slot: int, data: bytes) -> bool:
+        """Fill an empty slot with what `export_slot` gave. False, and the slot is still empty, when there is no room or the data is not accepted."""
+        ...
+
     def rest(self) -> None:
         """Nothing to do for now: give back what is only needed while computing. The next ``forward`` takes it again."""
         ...

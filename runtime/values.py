@@ -76,6 +76,29 @@ class SamplingParams:
         return replace(base or cls(), **changes)
 
 
+PRIORITIES = ("interactive", "batch")
+CONTEXT_POLICIES = ("error", "shift", "truncate_middle")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks of the engine, beyond how its tokens are chosen."""
+
+    priority: str = "interactive"        # "batch" waits for everybody interactive, though not for ever
+    context_policy: str = "error"        # what happens when the context is full: "error", "shift" or "truncate_middle"
+    adapter: str | None = None           # name of a LoRA adapter that was given at load
+    speculative: bool = True             # may be drafted, where the engine was loaded with a drafter
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("priority", self.priority, PRIORITIES), ("context_policy", self.context_policy, CONTEXT_POLICIES)):
+            if value not in known:
+                raise BadRequest(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+        if self.adapter is not None and not (isinstance(self.adapter, str) and self.adapter):
+            raise BadRequest(f"adapter must be the name of an adapter, not {self.adapter!r}.")
+        if not isinstance(self.speculative, bool):
+            raise BadRequest(f"speculative must be true or false, not {self.speculative!r}.")
+
+
 # ------------------------------------------------------------------------------------------------------ scheduler <-> backend
 # Named tuples, not dataclasses: several are made in every step, between two tokens, and a frozen dataclass takes four times as long to make.
 
@@ -86,12 +109,13 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     tokens: Seq[int]
-    wants_logits: bool                   # of the last token of the chunk
+    n_logits: int                        # of the chunk's last tokens, how many rows of logits are wanted: 0, 1, or 1 + drafted tokens
     alone: bool = False                  # in a native batch of its own: kernels round differently by the number of rows in a batch
+    adapter: str | None = None           # LoRA adapter to compute with; one of BackendInfo.adapters
 
 
 class StepPlan(NamedTuple):
-    """One step. At most one chunk a slot; decoders (one token each) come first, in slot order of the scheduler's choice."""
+    """One step. At most one chunk a slot; decoders (one token each, and what was drafted to follow it) come first."""
 
     decodes: tuple[Chunk, ...] = ()
     prefills: tuple[Chunk, ...] = ()
@@ -104,8 +128,8 @@ class StepPlan(NamedTuple):
 class StepResult(NamedTuple):
     """What became of a plan, chunk by chunk.
 
-    ``logits`` maps a slot whose chunk wanted logits to a float32 row of shape (n_vocab,). Rows are views that stay valid until the next
-    ``forward``. A slot in ``no_room``, ``aborted`` or ``failed`` has the same KV as before the step: its chunk did not happen.
+    ``logits`` maps a slot whose chunk wanted logits to a float32 array of shape (n_logits, n_vocab). Arrays are views that stay valid until the
+    next ``forward``. A slot in ``no_room``, ``aborted`` or ``failed`` has the same KV as before the step: its chunk did not happen.
     """
 
     logits: Mapping[int, np.ndarray]
@@ -134,6 +158,7 @@ class Usage:
     completion_tokens: int = 0
     seed: int = 0
     cache_miss: str | None = None        # why nothing (or less than hoped) was reused; None when all that could be was
+    dropped_tokens: int = 0              # conversation tokens that the context policy let go, from the prompt and by shifts
 
     @property
     def total_tokens(self) -> int:
@@ -152,6 +177,13 @@ class Timings:
     predicted_ms: float = 0.0            # first token -> last token
     first_token_ms: float | None = None  # submitted -> first token (TTFT)
     last_second_per_second: float = 0.0  # decode tokens/s over the last second
+    itl_p50_ms: float = 0.0              # gaps between consecutive tokens (inter-token latency)
+    itl_p99_ms: float = 0.0
+    itl_max_ms: float = 0.0
+    draft_n: int = 0                     # tokens drafted for this answer, and how many of them were right
+    draft_n_accepted: int = 0
+    preemptions: int = 0                 # times its KV was taken away and computed again
+    shifts: int = 0                      # times old tokens were dropped to make room in the context
 
     @property
     def prompt_per_second(self) -> float:
@@ -221,13 +253,19 @@ class BackendInfo:
     n_vocab: int
     n_ctx: int                           # positions one sequence may use
     n_ctx_train: int
-    max_slots: int
+    max_slots: int                       # conversations whose KV can be held, running or idle
     max_batch: int                       # tokens one forward accepts
     kv_type: str                         # "f16", "q8_0/q8_0"
     kv_bytes_per_token: int
     weight_bytes: int
+    max_seqs: int = 0                    # sequences that may run at once; 0: as many as slots
+    max_logits: int = 0                  # rows of logits one forward can give; 0: one per token
+    kv_cells: int = 0                    # tokens that all slots together hold; 0: n_ctx each
+    fingerprint: str = ""                # identity of the weights; equal for the same model only
+    adapters: tuple[str, ...] = ()       # names of the LoRA adapters given at load
     can_copy_prefix: bool = True
-    can_shift: bool = False
+    can_shift: bool = False              # Backend.shift works
+    can_export: bool = False             # Backend.export_slot and import_slot work
     layers_offloaded: int = 0
     layers: int = 0
     system: str = ""                     # instruction sets and build flags
