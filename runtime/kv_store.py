@@ -1,0 +1,326 @@
+"""Saved conversations on disk: the KV of each, found again by its tokens.
+
+    <folder>/<digest of the key>-<digest of the tokens>.kv
+
+A file appears whole under its name or not at all, and everything that is read is checked, so several processes may share the folder and delete each
+other's files at any time. The files are the only truth; what is kept in memory is a cache of their heads. Least recently used (by modification
+time) goes first. Nothing here raises because of a disk: what failed becomes a notice, and the conversation is computed again as if never saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.errors import BadRequest
+from edgeinfer.runtime import kv_file
+from edgeinfer.runtime.kv_file import KVKey
+
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.kv")
+_PARTIAL = ".partial"
+_ABANDONED = 15 * 60                     # seconds without a write after which nobody is still writing a partial file
+
+
+@dataclass(frozen=True)
+class KVStoreOptions:
+    """kv_cache_dir: folder for saved conversations, None for none. kv_cache_bytes: how large the files in it may be together."""
+
+    kv_cache_dir: str | Path | None = None
+    kv_cache_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dir is not None and not (isinstance(self.kv_cache_dir, (str, Path)) and str(self.kv_cache_dir)):
+            raise BadRequest(f"kv_cache_dir must be a folder, not {self.kv_cache_dir!r}.")
+        _check_bytes(self.kv_cache_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedKV:
+    """A saved conversation. ``tokens`` is a read-only int32 array; the first ``shared`` of them are those that were asked for."""
+
+    path: Path
+    key: KVKey
+    tokens: np.ndarray
+    data_bytes: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The head of a file as it was when the file looked like ``stamp``."""
+
+    stamp: tuple[int, int, int]
+    head: kv_file.Head
+
+
+class KVStore:
+    """The saved conversations of one folder. Use it from one thread; others may use the same folder through stores of their own.
+
+    max_bytes: of all files together; one being written comes on top, so that a failed write costs nothing that was there before.
+    Raises `BadRequest` where the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path | str, *, max_bytes: int):
+        _check_bytes(max_bytes)
+        self.folder = Path(folder).expanduser()
+        self.max_bytes = max_bytes
+        self.notices: deque[str] = deque(maxlen=20)      # what went wrong, newest last; one sentence each
+        self._known: dict[str, _Known] = {}
+        self._clock = 0
+        _prepare(self.folder)
+        self._sweep()
+
+    # ---------------------------------------------------------------------------------------------------------- what it is for
+
+    def save(self, key: KVKey, tokens: Sequence[int], data: bytes) -> bool:
+        """Keep the KV of ``tokens``; True when it, or a conversation that starts with it, is in the store now.
+
+        What it continues is replaced by it. False when it is larger than the whole store or the disk failed (see ``notices``).
+        """
+        wanted = _ids(tokens)
+        size = kv_file.file_size(key, len(wanted), len(data))
+        if not len(wanted) or size > self.max_bytes:
+            return False
+        saved = self.entries(key)
+        if any(_starts_with(other.tokens, wanted) and self._touch(other.path) for other in saved):
+            return True
+        path = self.folder / f"{key.digest}-{hashlib.blake2b(wanted.tobytes(), digest_size=16).hexdigest()}.kv"
+        shorter = [other.path for other in saved if _starts_with(wanted, other.tokens)]
+        try:
+            self._write(path, key, wanted, data, spare={path, *shorter}, size=size)
+        except OSError as error:
+            self._notice(f"A conversation of {len(wanted):,} tokens was not saved in {self.folder}: {error.strerror or error}.")
+            return False
+        for other in shorter:
+            _remove(other)
+        self._evict(self.max_bytes - size, spare={path})     # another process may have saved something too
+        return True
+
+    def best(self, key: KVKey, tokens: Sequence[int]) -> SavedKV | None:
+        """The saved conversation that shares the most leading tokens, with ``shared`` saying how many; None when none shares any.
+
+        It may go on beyond them, or differ from there: cut the slot back after importing. Of equals the smallest.
+        """
+        wanted = _ids(tokens)
+        found = [replace(saved, shared=_common_prefix(saved.tokens, wanted)) for saved in self._of(key)]
+        return max((saved for saved in found if saved.shared), key=lambda saved: (saved.shared, -saved.data_bytes), default=None)
+
+    def read(self, saved: SavedKV) -> bytes | None:
+        """The KV, checked, and counted as used. None when the file is gone, no longer the one that was found, or damaged (then it is removed)."""
+        try:
+            with kv_file.opened(saved.path) as file:
+                stamp = _stamp(os.fstat(file.fileno()))
+                try:
+                    head = kv_file.read_head(file)
+                    if head.key != saved.key.as_json() or not np.array_equal(head.tokens, saved.tokens):
+                        return None
+                    data = kv_file.read_data(file, head)
+                except kv_file.Damaged as damage:
+                    self._discard(saved.path, stamp, damage)
+                    return None
+                except kv_file.OtherFormat:
+                    return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._notice(f"{saved.path} cannot be read: {error.strerror or error}.")
+            return None
+        self._touch(saved.path)
+        return data
+
+    def entries(self, key: KVKey) -> list[SavedKV]:
+        """What is saved under a key, most recently used first."""
+        return sorted(self._of(key), key=lambda saved: self._known[saved.path.name].stamp[1], reverse=True)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all saved conversations, whoever saved them."""
+        return sum(status.st_size for _, status in self._files())
+
+    def clear(self) -> None:
+        """Delete every saved conversation, whoever saved it."""
+        for path, _ in self._files():
+            _remove(path)
+        self._known.clear()
+
+    # ---------------------------------------------------------------------------------------------------------------- reading
+
+    def _files(self, prefix: str = "") -> list[tuple[Path, os.stat_result]]:
+        found = []
+        for path in self._listing():
+            if _NAME.fullmatch(path.name) and path.name.startswith(prefix):
+                status = _status(path)
+                if status is not None:
+                    found.append((path, status))
+        return found
+
+    def _listing(self) -> list[Path]:
+        try:
+            return [self.folder / name for name in os.listdir(self.folder)]
+        except FileNotFoundError:
+            return []                                    # somebody removed the folder: an empty store
+        except OSError as error:
+            self._notice(f"{self.folder} cannot be listed: {error.strerror or error}.")
+            return []
+
+    def _of(self, key: KVKey) -> list[SavedKV]:
+        files = self._files(f"{key.digest}-")
+        there = {path.name for path, _ in files}
+        for name in [name for name in self._known if name.startswith(key.digest) and name not in there]:
+            del self._known[name]
+        found = []
+        for path, status in files:
+            head = self._head(path, _stamp(status))
+            if head is not None and head.key == key.as_json():
+                found.append(SavedKV(path, key, head.tokens, head.data_bytes))
+        return found
+
+    def _head(self, path: Path, stamp: tuple[int, int, int]) -> kv_file.Head | None:
+        known = self._known.get(path.name)
+        if known is not None and known.stamp == stamp:
+            return known.head
+        try:
+            with kv_file.opened(path) as file:
+                stamp = _stamp(os.fstat(file.fileno()))
+                head = kv_file.read_head(file)
+        except kv_file.Damaged as damage:
+            self._discard(path, stamp, damage)
+            return None
+        except (kv_file.OtherFormat, FileNotFoundError):
+            return None
+        except OSError as error:
+            self._notice(f"{path} cannot be read: {error.strerror or error}.")
+            return None
+        self._known[path.name] = _Known(stamp, head)
+        return head
+
+    # ---------------------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, path: Path, key: KVKey, tokens: np.ndarray, data: bytes, *, spare: set[Path], size: int) -> None:
+        self._sweep()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=self.folder, prefix=f".{path.name}.", suffix=_PARTIAL)      # readable by the owner alone
+        try:
+            with open(number, "wb") as file:
+                kv_file.write(file, key, tokens, data)
+                os.utime(file.fileno(), ns=self._now())
+            self._evict(self.max_bytes - size, spare)
+            os.replace(name, path)
+        finally:
+            _remove(Path(name))
+        _sync_folder(self.folder)
+
+    def _evict(self, room: int, spare: set[Path]) -> None:
+        """Remove the least recently used files until those beside ``spare`` have at most ``room`` bytes."""
+        files = sorted(((path, status) for path, status in self._files() if path not in spare), key=lambda item: item[1].st_mtime_ns)
+        total = sum(status.st_size for _, status in files)
+        for path, status in files:
+            if total <= room:
+                return
+            _remove(path)
+            total -= status.st_size
+
+    def _discard(self, path: Path, stamp: tuple[int, int, int], damage: kv_file.Damaged) -> None:
+        status = _status(path)
+        if status is not None and _stamp(status) == stamp:   # else somebody put another in its place
+            _remove(path)
+        self._notice(f"{path} was damaged ({damage}) and has been removed.")
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left unfinished."""
+        for path in self._listing():
+            if path.name.endswith(_PARTIAL) and _NAME.match(path.name[1:]):
+                status = _status(path)
+                if status is not None and status.st_mtime < time.time() - _ABANDONED:
+                    _remove(path)
+
+    def _touch(self, path: Path) -> bool:
+        try:
+            os.utime(path, ns=self._now(), follow_symlinks=False)
+        except OSError:
+            return False                                 # gone, or not ours to touch
+        known, status = self._known.get(path.name), _status(path)
+        if known is not None and status is not None and (status.st_ino, status.st_size) == (known.stamp[0], known.stamp[2]):
+            self._known[path.name] = replace(known, stamp=_stamp(status))
+        return True
+
+    def _now(self) -> tuple[int, int]:
+        # Never twice the same: the order of use must not depend on how finely the clock ticks.
+        self._clock = max(time.time_ns(), self._clock + 1)
+        return self._clock, self._clock
+
+    def _notice(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.append(text)
+
+
+def _check_bytes(value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadRequest(f"kv_cache_bytes must be a whole number from 1, not {value!r}.")
+
+
+def _prepare(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = os.stat(folder).st_mode
+    except OSError as error:
+        raise BadRequest(f"Conversations cannot be saved in {folder}: {error.strerror or error}.") from error
+    if os.name == "posix" and mode & stat.S_IWOTH:
+        raise BadRequest(f"Conversations are not saved in {folder}, where everybody may write; choose a folder of your own, or chmod o-w it.")
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise BadRequest(f"Conversations cannot be saved in {folder}: it cannot be read and written.")
+
+
+def _ids(tokens: Iterable[int]) -> np.ndarray:
+    return np.asarray(tokens, "<i4")
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _starts_with(tokens: np.ndarray, start: np.ndarray) -> bool:
+    return len(start) <= len(tokens) and bool(np.array_equal(tokens[: len(start)], start))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of a regular file; None when it is gone or something else."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass                                             # a folder that lost its permissions: the next save will say so
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:                                      # systems whose folders cannot be opened need no sync
+        return
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
