@@ -1,4 +1,4 @@
-"""The engine: a loop that reads as one sentence. Schedule, forward, sample, update, emit.
+"""The engine: a loop that reads as one sentence. Draft, schedule, forward, sample, update, emit.
 
 `EngineCore` is single-threaded and owns the backend; `edgeinfer.runtime.service.Engine` gives it a thread and a public face.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from edgeinfer.errors import BackendFailed, EdgeInferError, EngineClosed, OutOfMemory
 from edgeinfer.runtime.backend import Backend
+from edgeinfer.runtime.context_policy import plan_shift
 from edgeinfer.runtime.scheduler import Scheduler, SchedulerOptions
 from edgeinfer.runtime.sequence import FINISH_REASON, Sequence, Status
 from edgeinfer.runtime.slots import SlotTable
-from edgeinfer.runtime.values import Chunk, Failed, Finished, StepResult, TextDelta
+from edgeinfer.runtime.values import Chunk, Failed, Finished, StepPlan, StepResult, TextDelta
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.speculative import Speculator
 
 
 @dataclass
@@ -25,10 +30,18 @@ class EngineCounters:
     cancelled: int = 0
     failed: int = 0
     steps: int = 0
-    prompt_tokens: int = 0
+    busy_seconds: float = 0.0            # spent in forwards
+    decode_steps: int = 0                # steps in which anybody decoded; decode_rows / decode_steps is how full their batches were
+    decode_rows: int = 0
+    prompt_tokens: int = 0               # of requests that ended
     cached_tokens: int = 0
     generated_tokens: int = 0
+    prefix_hits: int = 0                 # requests that reused anything
+    prefill_tokens: int = 0              # prompt tokens computed, by running requests too, again after preemptions
     preemptions: int = 0
+    shifts: int = 0
+    draft_tokens: int = 0
+    draft_tokens_accepted: int = 0
 
     @property
     def inside(self) -> int:
@@ -39,25 +52,24 @@ class EngineCounters:
 class EngineCore:
     """Everything between the queue of requests and the backend. Call from one thread only."""
 
-    def __init__(self, backend: Backend, options: SchedulerOptions = SchedulerOptions()):
+    def __init__(self, backend: Backend, options: SchedulerOptions = SchedulerOptions(), speculator: Speculator | None = None):
         self.backend = backend
         # The plan must never be larger than what one forward accepts, however the two were configured.
         self.options = replace(options, max_num_batched_tokens=min(options.max_num_batched_tokens, backend.info.max_batch))
-        self._slots = SlotTable(backend)
-        self._scheduler = Scheduler(self._slots, self.options)
+        self.slots = SlotTable(backend, self.options.cache_bytes)
+        self.scheduler = Scheduler(self.slots, self.options)
+        self.speculator = speculator
         self.counters = EngineCounters()
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence whose prompt is known to fit the context; whoever calls has counted it."""
+        self.scheduler.add(seq)
         if seq.params.max_tokens == 0:
-            self._scheduler.add(seq)
             self._end(seq, Status.EXHAUSTED)
-        else:
-            self._scheduler.add(seq)
 
     def cancel(self, seq: Sequence) -> None:
         """End a sequence wherever it is; its text so far has been delivered and its KV stays as cache. Too late is harmless."""
@@ -66,76 +78,144 @@ class EngineCore:
 
     def step(self) -> None:
         """Let every running sequence catch up by one step."""
-        plan = self._scheduler.schedule()
-        if not plan.chunks:
+        if self.speculator is not None:
+            self._draft(self.speculator)
+        plan = self.scheduler.schedule()
+        if not plan.decodes and not plan.prefills:
             return
-        by_slot = {seq.slot: seq for seq in self._scheduler.running}
+        by_slot = {seq.slot: seq for seq in self.scheduler.running}
+        began = time.perf_counter()
         result = self.backend.forward(plan)
-        self.counters.steps += 1
-        for chunk in plan.chunks:
+        self._count(plan, time.perf_counter() - began)
+        for chunk in plan.decodes:
+            self._update(by_slot[chunk.slot], chunk, result)
+        for chunk in plan.prefills:
             self._update(by_slot[chunk.slot], chunk, result)
         if result.no_room:
             self._make_room()
 
     def fail_all(self, error: EdgeInferError) -> None:
         """Nothing can run any more: every sequence inside ends with ``error``."""
-        for seq in [*self._scheduler.running, *self._scheduler.waiting]:
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             self._fail(seq, error)
 
     def abandon(self, error: EdgeInferError) -> None:
         """Like `fail_all`, without touching a backend that can no longer be trusted to answer."""
-        for seq in [*self._scheduler.running, *self._scheduler.waiting]:
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             self._account(seq, Status.FAILED)
             seq.emit(Failed(error, seq.usage(), seq.timings()))
-        self._scheduler.running.clear()
-        self._scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
 
     def close(self) -> None:
         """End what is inside and free the backend."""
         self.fail_all(EngineClosed("The engine was closed while the request was running."))
+        if self.speculator is not None:
+            self.speculator.close()
         self.backend.close()
 
-    # ----------------------------------------------------------------------------------------------------------- one chunk
+    # ------------------------------------------------------------------------------------------------------------ one step
+
+    def _draft(self, speculator: Speculator) -> None:
+        """Let answers that decode be guessed ahead, as far as one forward has room."""
+        decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
+        info = self.backend.info
+        room = min(self.options.max_num_batched_tokens, info.max_logits or self.options.max_num_batched_tokens) - self.scheduler.width
+        speculator.propose([seq for seq in decoding if seq.options.speculative and not seq.reproducible], room)
+
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.busy_seconds += seconds
+        if plan.decodes:
+            rows = sum(chunk.n_logits for chunk in plan.decodes)
+            counters.decode_steps += 1
+            counters.decode_rows += rows
+            if self.speculator is not None and not plan.prefills:
+                self.speculator.measured(rows, seconds)
 
     def _update(self, seq: Sequence, chunk: Chunk, result: StepResult) -> None:
+        draft, seq.draft = seq.draft, []
         if chunk.slot in result.failed:
             self._fail(seq, BackendFailed(result.failed[chunk.slot]))
             return
         if chunk.slot in result.no_room or chunk.slot in result.aborted:
             return                                       # the chunk did not happen: it is planned again
         was_prefill = not seq.is_decoding
-        self._scheduler.advance(seq, len(chunk.tokens))
-        if was_prefill and not seq.token_times:
-            seq.emit(seq.progress())
-        if chunk.wants_logits:
-            try:
-                token = seq.sampler.sample(result.logits[chunk.slot])
-            except EdgeInferError as error:              # logits that are no numbers: this sequence's fault alone
-                self._fail(seq, error)
-                return
-            self._accept(seq, token)
+        self.scheduler.advance(seq, len(chunk.tokens) - len(draft))
+        if was_prefill:
+            self.counters.prefill_tokens += len(chunk.tokens)
+            if not seq.token_times:
+                seq.emit(seq.progress())
+        if not chunk.n_logits:
+            return
+        # A drafted token that the sampler chooses too makes the next row valid; the first that it does not ends the run. So every token is drawn from
+        # the model's own distribution, whatever was drafted.
+        right = 0
+        status = None
+        try:
+            for row in result.logits[chunk.slot]:
+                token = seq.sampler.sample(row)
+                status = self._accept(seq, token)
+                if status is not None or right == len(draft) or token != draft[right]:
+                    break
+                right += 1
+        except EdgeInferError as error:                  # logits that are no numbers: this sequence's fault alone
+            self._fail(seq, error)
+            return
+        if draft and not self._settle(seq, len(draft), right):
+            return
+        if status is None and len(seq.tokens) > self.backend.info.n_ctx and not self._shift(seq):
+            status = Status.EXHAUSTED
+        if status is not None:
+            self._end(seq, status)
 
-    def _accept(self, seq: Sequence, token: int) -> None:
-        """The newest token: deliver its text, and see whether the answer ends with it."""
+    def _accept(self, seq: Sequence, token: int) -> Status | None:
+        """The newest token: deliver its text. Returns how the answer ended, if it ends with it."""
         seq.token_times.append(time.perf_counter())
         seq.sampler.accept(token)
         seq.tokens.append(token)
-        vocab = self.backend.vocab
-        if token in vocab.end_ids and not seq.params.ignore_eos:
-            self._end(seq, Status.STOPPED)
-            return
+        if token in self.backend.vocab.end_ids and not seq.params.ignore_eos:
+            return Status.STOPPED
         text, stopped = seq.stops.push(seq.detokenizer.push(token))
         if text:
             seq.emit(TextDelta(text))
         if stopped:
-            self._end(seq, Status.STOPPED)
-        elif seq.generated == seq.params.max_tokens or len(seq.tokens) > self.backend.info.n_ctx:
-            self._end(seq, Status.EXHAUSTED)
+            return Status.STOPPED
+        return Status.EXHAUSTED if len(seq.token_times) == seq.params.max_tokens else None
+
+    def _settle(self, seq: Sequence, drafted: int, right: int) -> bool:
+        """Keep the KV of drafted tokens that were right and drop the rest. False when that cannot be done and the sequence failed."""
+        assert seq.slot is not None and self.speculator is not None
+        self.scheduler.advance(seq, right)
+        seq.drafted += drafted
+        seq.accepted += right
+        self.counters.draft_tokens += drafted
+        self.counters.draft_tokens_accepted += right
+        self.speculator.settle(seq, drafted, right)
+        if right == drafted or self.backend.truncate(seq.slot, seq.num_computed):
+            return True
+        self._fail(seq, BackendFailed("This model's memory cannot take drafted tokens back; load it without speculative decoding."))
+        return False
+
+    def _shift(self, seq: Sequence) -> bool:
+        """The context is full: let go of old tokens, where the request asked for that. False when nothing can go."""
+        if seq.options.context_policy != "shift":
+            return False
+        drop = plan_shift(seq.num_computed, seq.keep, self.backend.info.n_ctx)
+        if drop <= 0:
+            return False
+        assert seq.slot is not None
+        self.backend.shift(seq.slot, seq.keep, drop)
+        self.slots.shifted(seq.slot, seq.keep, drop)
+        seq.shifted(seq.keep, drop)
+        self.counters.shifts += 1
+        return True
 
     # ------------------------------------------------------------------------------------------------------------- endings
 
     def _end(self, seq: Sequence, status: Status) -> None:
-        self._scheduler.remove(seq, keep=True)
+        self.scheduler.remove(seq, keep=True)
         if not seq.stops.stopped:
             # What was held back as half a character or half a stop string turned out to be neither.
             text, _ = seq.stops.push(seq.detokenizer.flush())
@@ -149,16 +229,19 @@ class EngineCore:
 
     def _fail(self, seq: Sequence, error: EdgeInferError) -> None:
         # What a failed step left in the KV is not to be trusted, let alone shared.
-        self._scheduler.remove(seq, keep=False)
+        self.scheduler.remove(seq, keep=False)
         self._account(seq, Status.FAILED)
         seq.emit(Failed(error, seq.usage(), seq.timings()))
 
     def _account(self, seq: Sequence, status: Status) -> None:
         seq.status = status
         seq.ended = time.perf_counter()
+        if self.speculator is not None:
+            self.speculator.forget(seq)
         counters = self.counters
         counters.prompt_tokens += seq.prompt_len
         counters.cached_tokens += seq.cached
+        counters.prefix_hits += seq.cached > 0
         counters.generated_tokens += seq.generated
         if status is Status.CANCELLED:
             counters.cancelled += 1
@@ -171,11 +254,14 @@ class EngineCore:
 
     def _make_room(self) -> None:
         """The KV is full: idle cache goes first, then the youngest sequence waits. A full cache never fails a request that fits alone."""
-        if self._slots.evict_idle():
+        if self.slots.evict_idle():
             return
-        if self._scheduler.preempt_youngest() is not None:
+        preempted = self.scheduler.preempt_youngest()
+        if preempted is not None:
             self.counters.preemptions += 1
+            if self.speculator is not None:
+                self.speculator.forget(preempted)
             return
-        for seq in list(self._scheduler.running):
+        for seq in list(self.scheduler.running):
             held = len(seq.tokens)
             self._fail(seq, OutOfMemory(f"The KV cache has no room for this conversation of {held:,} tokens even alone; load the model with more."))

@@ -4,13 +4,19 @@ There is no prefill phase and no decode phase. The one rule: each step lets ever
 a token budget. Decoders (one token behind) go first; what budget is left reads prompts, and less of it while anybody decodes, so that the gap
 between two tokens of one answer does not depend on the length of somebody else's prompt.
 
+Whose prompt is read first follows from one number, the deadline: the engine's clock at arrival plus what the prompt itself takes, in tokens. Short
+prompts are due before long ones that came at the same time, and a long one is overtaken only by what arrives before it is due, so nobody starves.
+The clock counts planned tokens, not seconds: the same arrivals give the same plans.
+
+Prefixes that are being read right now are not read twice: a request that shares one with a running sequence waits until it is there (`_follows`).
+
 A request with a seed of its own should repeat exactly, and kernels round differently by the number of rows in a batch. So its prompt is always read
 in chunks of one size that begin at multiples of it, whatever is cached, and its tokens are decoded in a batch of their own.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 from edgeinfer.errors import BadRequest
@@ -18,36 +24,57 @@ from edgeinfer.runtime.sequence import Sequence, Status
 from edgeinfer.runtime.slots import SlotTable
 from edgeinfer.runtime.values import Chunk, StepPlan
 
+POLICIES = ("shortest", "fcfs")
+MAX_SEQS = 32                            # sequences that may run at once
+_PATIENCE = 4                            # a prompt of n tokens is due after so many times n tokens of other work
+_BATCH_DELAY = 1 << 16                   # how much later, in tokens of other work, a batch request is due than an interactive one
+_WORTH_WAITING = 8                       # tokens of shared prefix under which computing them again is as quick as waiting
+
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """max_num_batched_tokens: of one step. prefill_chunk: prompt tokens of one step when nobody decodes; prefill_chunk_busy: when somebody does."""
+    """Sizes are tokens unless they say otherwise."""
 
-    max_num_batched_tokens: int = 2048
-    prefill_chunk: int = 512
-    prefill_chunk_busy: int = 128
-    max_waiting: int = 256
+    max_num_seqs: int = 0                # sequences that run at once, 1 .. 32; 0: as many as the backend was made for
+    max_num_batched_tokens: int = 2048   # of one step
+    prefill_chunk: int = 512             # prompt tokens of one step when nobody decodes
+    prefill_chunk_busy: int = 128        # and when somebody does
+    batch_wait_ms: float = 0             # an idle engine gathers requests for so long before its first step
+    max_waiting: int = 256               # requests inside, beyond which new ones are refused as busy
+    policy: str = "shortest"             # "shortest": by deadline; "fcfs": first come, first served
+    cache_bytes: int = 0                 # KV that idle conversations may keep; 0: all there is room for
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name, low in (("max_num_seqs", 0), ("max_num_batched_tokens", 1), ("prefill_chunk", 1), ("prefill_chunk_busy", 1), ("max_waiting", 1), ("cache_bytes", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadRequest(f"{name} must be a whole number from 1, not {value!r}.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise BadRequest(f"{name} must be a whole number from {low}, not {value!r}.")
+        if self.max_num_seqs > MAX_SEQS:
+            raise BadRequest(f"max_num_seqs must be at most {MAX_SEQS}, not {self.max_num_seqs}.")
+        wait = self.batch_wait_ms
+        if not isinstance(wait, (int, float)) or isinstance(wait, bool) or not 0 <= wait <= 10_000:
+            raise BadRequest(f"batch_wait_ms must be a number from 0 to 10000, not {wait!r}.")
+        if self.policy not in POLICIES:
+            raise BadRequest(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}.")
 
 
 class Scheduler:
     """Holds the waiting and the running sequences; decides, computes nothing. Deterministic for given arrivals."""
 
     def __init__(self, slots: SlotTable, options: SchedulerOptions):
-        width = len(slots.slots)
-        if options.max_num_batched_tokens < width:
-            raise BadRequest(f"A step of {options.max_num_batched_tokens} tokens cannot serve {width} sequences; raise batch_size to {width} or lower parallel.")
+        self.width = slots.width(options.max_num_seqs)
+        if options.max_num_batched_tokens < self.width:
+            raise BadRequest(
+                f"A step of {options.max_num_batched_tokens} tokens cannot serve {self.width} sequences; raise batch_size to {self.width} or lower parallel."
+            )
         self._slots = slots
         self._options = options
         # The chunk of requests with a seed: one that always fits, whoever decodes beside it.
-        self._steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - width))
-        self.waiting: deque[Sequence] = deque()
+        self._steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - self.width))
+        self.waiting: list[Sequence] = []                # sorted by urgency
         self.running: list[Sequence] = []                # in order of admission: the last is the youngest
+        self.clock = 0                                   # tokens planned since the engine started
+        self._arrivals = 0
         # After a preemption nobody is let in until a sequence leaves: the one just put out would come straight back, and the two could take the
         # last cells from each other for ever.
         self._full = False
@@ -56,68 +83,130 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self._arrivals += 1
+        seq.order = self._arrivals
+        fair = 0 if self._options.policy == "fcfs" else self.clock + _PATIENCE * len(seq.tokens)
+        seq.due = fair + (_BATCH_DELAY if seq.options.priority == "batch" else 0)
+        insort(self.waiting, seq, key=_urgency)
 
     def schedule(self) -> StepPlan:
         """Admit what fits, then plan one step over all running sequences. Empty when there is nothing to run."""
-        self._admit()
-        decoding = [seq for seq in self.running if seq.is_decoding]
-        budget = self._options.max_num_batched_tokens - len(decoding)
-        budget = min(budget, self._options.prefill_chunk_busy if decoding else self._options.prefill_chunk)
-        prefills = []
-        for seq in self.running:
-            if seq.is_decoding or budget <= 0:
-                continue
+        if self.waiting:
+            self._admit()
+        options = self._options
+        decodes = tuple(_decode(seq) for seq in self.running if seq.is_decoding)
+        used = sum(chunk.n_logits for chunk in decodes)
+        prefills: tuple[Chunk, ...] = ()
+        if len(decodes) < len(self.running):
+            budget = min(options.max_num_batched_tokens - used, options.prefill_chunk_busy if decodes else options.prefill_chunk)
+            prefills = self._prefills(budget)
+            used += sum(len(chunk.tokens) for chunk in prefills)
+        self.clock += used
+        return StepPlan(decodes, prefills)
+
+    def _prefills(self, budget: int) -> tuple[Chunk, ...]:
+        chunks = []
+        for seq in sorted((seq for seq in self.running if not seq.is_decoding), key=_urgency):
+            if budget <= 0:
+                break
             size = min(self._steady_chunk if seq.reproducible else budget, seq.num_uncomputed)
             if size > budget:            # of a fixed size and not fitting any more: next step
                 break
             budget -= size
-            prefills.append(_chunk(seq, size))
-        return StepPlan(tuple(_chunk(seq, 1) for seq in decoding), tuple(prefills))
+            chunks.append(_prefill(seq, size))
+        return tuple(chunks)
+
+    # --------------------------------------------------------------------------------------------------------- coming and going
 
     def _admit(self) -> None:
-        while self.waiting and not self._full:
-            seq = self.waiting[0]
-            lease = self._slots.acquire(seq.tokens, multiple=self._steady_chunk if seq.reproducible else 1)
+        if self._full or len(self.running) >= self.width:
+            return
+        for seq in list(self.waiting):
+            if self._follows(seq):
+                continue
+            lease = self._slots.acquire(seq.tokens, seq, adapter=seq.options.adapter, multiple=self._multiple(seq))
             if lease is None:
                 return
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             seq.admitted(lease)
             self.running.append(seq)
+            if len(self.running) >= self.width:
+                return
+
+    def _follows(self, seq: Sequence) -> bool:
+        """True while ``seq`` should wait for a running sequence that is just reading a prefix of its prompt."""
+        leader = seq.leader
+        if leader is None:
+            if not seq.patient:
+                return False
+            found = self._slots.being_read(seq.tokens, adapter=seq.options.adapter, multiple=self._multiple(seq))
+            if found is None or found.gain < _WORTH_WAITING:
+                return False
+            leader, seq.awaited = found.leader, found.shared
+            # Long enough for the leader to get there beside others, but bounded, whatever becomes of it.
+            seq.leader, seq.gives_up = leader, self.clock + 8 * found.gain + 2 * self._options.prefill_chunk
+        if leader.status is not Status.RUNNING or leader.num_computed >= seq.awaited:
+            seq.leader = None            # there, or it will never be: look again, perhaps there is another one
+            return self._follows(seq) if leader.status is not Status.RUNNING else False
+        if self.clock >= seq.gives_up:
+            seq.leader, seq.patient = None, False
+            return False
+        if _urgency(seq) < _urgency(leader):
+            leader.due = seq.due         # it now reads for somebody more urgent than itself
+        return True
+
+    def _multiple(self, seq: Sequence) -> int:
+        return self._steady_chunk if seq.reproducible else 1
 
     def advance(self, seq: Sequence, count: int) -> None:
         """``count`` more of the sequence's tokens are in the KV."""
         assert seq.slot is not None
         seq.num_computed += count
-        self._slots.slots[seq.slot].length = seq.num_computed
+        self._slots.grown(seq.slot, seq.num_computed)
 
     def preempt_youngest(self) -> Sequence | None:
-        """Take the youngest sequence's KV away; it goes to the head of the queue and is recomputed later. None when fewer than two run."""
+        """Take the youngest sequence's KV away, of batch requests first; it is recomputed later. None when fewer than two run."""
         if len(self.running) < 2:
             return None
-        seq = self.running.pop()
+        index = max(range(len(self.running)), key=lambda index: (self.running[index].options.priority == "batch", index))
+        seq = self.running.pop(index)
         assert seq.slot is not None      # a running sequence always has one
         self._slots.release(seq.slot, 0, keep=False)
         seq.preempted()
         self._full = True
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=_urgency)
         return seq
 
-    def remove(self, sequence: Sequence, *, keep: bool) -> None:
+    def remove(self, seq: Sequence, *, keep: bool) -> None:
         """The sequence is over, wherever it was. ``keep`` leaves its KV as cache."""
-        self._full = False
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            assert sequence.slot is not None
-            self._slots.release(sequence.slot, sequence.num_computed if keep else 0, keep=keep)
-            sequence.slot = None
+        if seq.status is Status.RUNNING:
+            self._full = False
+            self.running.remove(seq)
+            assert seq.slot is not None
+            self._slots.release(seq.slot, seq.num_computed if keep else 0, keep=keep)
+            seq.slot = None
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(seq)
+            self._full = self._full and any(other.status is Status.PREEMPTED for other in self.waiting)
 
 
-def _chunk(seq: Sequence, size: int) -> Chunk:
+def _urgency(seq: Sequence) -> tuple[bool, int, int]:
+    """Sorts the most urgent first. What was preempted has waited before and holds a reader in the middle of an answer."""
+    return (seq.status is not Status.PREEMPTED and not seq.token_times, seq.due, seq.order)
+
+
+def _prefill(seq: Sequence, size: int) -> Chunk:
     assert seq.slot is not None
     start = seq.num_computed
     end = start + size
-    return Chunk(seq.slot, start, seq.tokens[start:end], wants_logits=end == len(seq.tokens), alone=seq.reproducible)
+    return Chunk(seq.slot, start, seq.tokens[start:end], int(end == len(seq.tokens)), seq.reproducible, seq.options.adapter)
+
+
+def _decode(seq: Sequence) -> Chunk:
+    assert seq.slot is not None
+    tokens = seq.tokens[-1:]
+    if seq.draft:
+        tokens += seq.draft
+    return Chunk(seq.slot, seq.num_computed, tokens, len(tokens), seq.reproducible, seq.options.adapter)

@@ -10,7 +10,7 @@ from edgeinfer.runtime.detokenizer import Detokenizer
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.slots import Lease
 from edgeinfer.runtime.stops import StopMatcher
-from edgeinfer.runtime.values import Event, FinishReason, PrefillProgress, SamplingParams, Timings, Usage
+from edgeinfer.runtime.values import Event, FinishReason, PrefillProgress, RequestOptions, SamplingParams, Timings, Usage
 
 
 class Status(enum.Enum):
@@ -49,10 +49,16 @@ class Sequence:
         sampler: Sampler,
         detokenizer: Detokenizer,
         emit: Callable[[Event], None],
+        options: RequestOptions = RequestOptions(),
+        keep: int = 0,
+        dropped: int = 0,
     ):
         self.tokens = list(prompt)
         self.prompt_len = len(self.tokens)
         self.params = params
+        self.options = options
+        self.keep = keep                                 # leading tokens that a context shift must leave: the system turn
+        self.dropped = dropped                           # tokens that the context policy let go so far
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.stops = StopMatcher(params.stop)
@@ -62,6 +68,18 @@ class Sequence:
         self.num_computed = 0
         self.cached = 0                                  # prompt tokens reused at first admission
         self.cache_miss: str | None = None
+        self.draft: list[int] = []                       # guesses at what follows the newest token, to be checked in the next step
+        self.drafted = 0
+        self.accepted = 0
+        self.preemptions = 0
+        self.shifts = 0
+        # The scheduler's notes: place in the queue, and the running sequence whose prefix it waits for.
+        self.order = 0
+        self.due = 0
+        self.leader: Sequence | None = None
+        self.awaited = 0
+        self.gives_up = 0
+        self.patient = True
         self.submitted = time.perf_counter()
         self.scheduled: float | None = None
         self.token_times: list[float] = []               # one per sampled token
@@ -83,7 +101,16 @@ class Sequence:
         """Its KV was taken; all its tokens will be computed again."""
         self.slot = None
         self.num_computed = 0
+        self.draft = []
+        self.preemptions += 1
         self.status = Status.PREEMPTED
+
+    def shifted(self, keep: int, drop: int) -> None:
+        """``drop`` tokens after the first ``keep`` left its context."""
+        del self.tokens[keep : keep + drop]              # in place: the slot table holds the same list
+        self.num_computed -= drop
+        self.dropped += drop
+        self.shifts += 1
 
     # ---------------------------------------------------------------------------------------------------------- questions
 
@@ -94,7 +121,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Exactly the newest sampled token is missing from the KV."""
-        return len(self.tokens) > self.prompt_len and self.num_uncomputed == 1
+        return bool(self.token_times) and len(self.tokens) - self.num_computed == 1
 
     @property
     def reproducible(self) -> bool:
@@ -105,8 +132,15 @@ class Sequence:
     def generated(self) -> int:
         return len(self.token_times)
 
+    def draft_limit(self, n_ctx: int) -> int:
+        """Tokens that may be drafted now without overrunning max_tokens or the context; the step itself gives one more."""
+        left = n_ctx - len(self.tokens)
+        if self.params.max_tokens is not None:
+            left = min(left, self.params.max_tokens - len(self.token_times) - 1)
+        return max(0, left)
+
     def usage(self) -> Usage:
-        return Usage(self.prompt_len, self.cached, self.generated, self.sampler.seed, self.cache_miss)
+        return Usage(self.prompt_len, self.cached, self.generated, self.sampler.seed, self.cache_miss, self.dropped)
 
     def timings(self) -> Timings:
         """A snapshot; while the request runs, open intervals end now."""
@@ -120,6 +154,9 @@ class Sequence:
         while recent > 0 and times[recent - 1] > newest - 1.0:
             recent -= 1
         window = newest - times[recent] if count - recent > 1 else 0.0
+        # Of a running answer only the newest: whoever watches asks several times a second.
+        since = 0 if self.ended is not None else max(0, count - 256)
+        gaps = sorted(after - before for before, after in zip(times[since : count - 1], times[since + 1 : count]))
         return Timings(
             queue_ms=1e3 * (scheduled - self.submitted),
             cache_n=self.cached,
@@ -129,8 +166,20 @@ class Sequence:
             predicted_ms=1e3 * (newest - first) if first is not None else 0.0,
             first_token_ms=None if first is None else 1e3 * (first - self.submitted),
             last_second_per_second=(count - recent - 1) / window if window > 0 else 0.0,
+            itl_p50_ms=_percentile(gaps, 0.5),
+            itl_p99_ms=_percentile(gaps, 0.99),
+            itl_max_ms=_percentile(gaps, 1),
+            draft_n=self.drafted,
+            draft_n_accepted=self.accepted,
+            preemptions=self.preemptions,
+            shifts=self.shifts,
         )
 
     def progress(self) -> PrefillProgress:
         scheduled = self.scheduled if self.scheduled is not None else time.perf_counter()
         return PrefillProgress(min(self.num_computed, self.prompt_len), self.prompt_len, self.cached, 1e3 * (time.perf_counter() - scheduled))
+
+
+def _percentile(ascending: list[float], share: float) -> float:
+    """In milliseconds, of seconds; the nearest rank. 0 of nothing."""
+    return 1e3 * ascending[round(share * (len(ascending) - 1))] if ascending else 0.0

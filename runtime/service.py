@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import BackendFailed, BadRequest, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed
+from edgeinfer.errors import BackendFailed, BadRequest, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed, UnsupportedParameter
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.backend import Backend
 from edgeinfer.runtime.chat_format import encode_chat, encode_prompt
@@ -20,7 +20,10 @@ from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.sequence import Sequence, Status
 from edgeinfer.runtime.stream import Stream
-from edgeinfer.runtime.values import BackendInfo, Event, SamplingParams
+from edgeinfer.runtime.values import BackendInfo, Event, RequestOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.speculative import Speculator
 
 
 class _Loop:
@@ -64,6 +67,8 @@ class _Loop:
             with self._wake:
                 while not (self._inbox or self._closing or core.has_work):
                     self._wake.wait()
+                if idle and core.options.batch_wait_ms:
+                    self._wake.wait_for(lambda: self._closing, core.options.batch_wait_ms / 1e3)
                 actions = list(self._inbox)
                 self._inbox.clear()
                 closing = self._closing
@@ -97,13 +102,20 @@ class Engine:
     arrives in the stream.
     """
 
-    def __init__(self, backend: Backend, *, chat_template: str | None = None, options: SchedulerOptions = SchedulerOptions()):
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        chat_template: str | None = None,
+        options: SchedulerOptions = SchedulerOptions(),
+        speculator: Speculator | None = None,
+    ):
         self.info: BackendInfo = backend.info
         self.vocab = backend.vocab
         self._options = options
         self._chat_template_source = chat_template or backend.vocab.chat_template
         self._submitting = threading.Lock()
-        core = EngineCore(backend, options)
+        core = EngineCore(backend, options, speculator)
         self.counters: EngineCounters = core.counters
         self._core = core
         self._loop = _Loop(core)
@@ -112,17 +124,20 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------------- requests
 
-    def chat(self, messages: Iterable[Mapping[str, Any]], params: SamplingParams | None = None, **sampling: Any) -> Stream:
+    def chat(self, messages: Iterable[Mapping[str, Any]], params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Answer a conversation: ``[{"role": "user", "content": "..."}]``, rendered with the model's own chat template.
 
-        ``sampling`` are fields of `SamplingParams`, over ``params``, over the defaults. Raises `BadRequest` and its kin at once.
+        ``fields`` are those of `SamplingParams`, over ``params``, over the defaults, and those of `RequestOptions` (priority, context_policy, ...).
+        Raises `BadRequest` and its kin at once.
         """
-        return self._submit(self._encode(messages), SamplingParams.of(params, **sampling))
+        options = _options(fields)
+        return self._submit(self._encode(messages), SamplingParams.of(params, **fields), options)
 
-    def generate(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **sampling: Any) -> Stream:
-        """Continue a raw prompt: text (markers in it are honoured) or token ids taken as they are."""
+    def generate(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **fields: Any) -> Stream:
+        """Continue a raw prompt: text (markers in it are honoured) or token ids taken as they are. ``fields`` as for `chat`."""
+        options = _options(fields)
         tokens = encode_prompt(self.vocab, prompt) if isinstance(prompt, str) else self._checked(prompt)
-        return self._submit(tokens, SamplingParams.of(params, **sampling))
+        return self._submit(tokens, SamplingParams.of(params, **fields), options)
 
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Prompt tokens that `chat` would send for these messages."""
@@ -166,7 +181,10 @@ class Engine:
             raise BadRequest(f"Token id {bad} is outside the vocabulary of {self.info.n_vocab:,}.")
         return tokens
 
-    def _submit(self, tokens: list[int], params: SamplingParams) -> Stream:
+    def _submit(self, tokens: list[int], params: SamplingParams, options: RequestOptions) -> Stream:
+        if options.adapter is not None and options.adapter not in self.info.adapters:
+            known = f"known are {', '.join(self.info.adapters)}" if self.info.adapters else "none was given at load (--lora)"
+            raise UnsupportedParameter(f"There is no adapter {options.adapter!r}; {known}.")
         if not tokens:
             raise BadRequest("The prompt is empty; give at least one character.")
         if len(tokens) > self.info.n_ctx:
@@ -185,6 +203,7 @@ class Engine:
 
         sequence = Sequence(
             tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab), emit=emit,
+            options=options,
         )
         core, loop = self._core, self._loop
 
@@ -205,3 +224,7 @@ class Engine:
         stream._bind(sequence, cancel, self)
         return stream
 
+
+def _options(fields: dict[str, Any]) -> RequestOptions:
+    """Those of ``fields`` that are not about sampling; they are taken out."""
+    return RequestOptions(**{name: fields.pop(name) for name in RequestOptions.__dataclass_fields__ if name in fields})

@@ -2,14 +2,22 @@
 
 The one rule: a finished sequence leaves its tokens behind as cache, and a new prompt starts from the slot, idle or running, that shares its longest
 prefix. At least one prompt token is always recomputed, because somebody has to produce the logits of the first answer token.
+
+The slots are the index: a few dozen token lists, compared block by block in C, take less time to search than a tree takes to keep.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.backend import Backend
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.sequence import Sequence
 
 
 @dataclass
@@ -19,8 +27,14 @@ class Slot:
     index: int
     tokens: list[int] = field(default_factory=list)
     length: int = 0
-    busy: bool = False
+    exact: int = sys.maxsize             # how many have the KV that a fresh computation would give; a context shift lowers it
+    adapter: str | None = None
+    owner: Sequence | None = None        # the running sequence; None: idle
     last_used: int = 0
+
+    @property
+    def shareable(self) -> int:
+        return min(self.length, self.exact)
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,15 @@ class Lease:
     slot: int
     reused: int
     miss: str | None                     # why less than the whole prompt (but one) was reused; None when nothing was missed
+
+
+@dataclass(frozen=True)
+class BeingRead:
+    """``leader`` will hold the first ``shared`` tokens of a prompt: ``gain`` more than any slot holds now."""
+
+    leader: Sequence
+    shared: int
+    gain: int
 
 
 def common_prefix(a: Seq[int], b: Seq[int], limit: int) -> int:
@@ -45,49 +68,107 @@ def common_prefix(a: Seq[int], b: Seq[int], limit: int) -> int:
 
 
 class SlotTable:
-    """Owns the mapping from slots to tokens and keeps the backend's KV in step with it."""
+    """Owns the mapping from slots to tokens and keeps the backend's KV in step with it.
 
-    def __init__(self, backend: Backend):
+    ``cache_bytes``: KV that idle slots may keep in all, counted per slot even where slots share cells; 0: no limit.
+    """
+
+    def __init__(self, backend: Backend, cache_bytes: int = 0):
         self._backend = backend
+        per_token = max(1, backend.info.kv_bytes_per_token)
+        self._idle_tokens = cache_bytes // per_token if cache_bytes else None
         self.slots = [Slot(index) for index in range(backend.info.max_slots)]
+        self.evictions = 0
         self._tick = 0
 
-    def acquire(self, tokens: list[int], *, multiple: int = 1) -> Lease | None:
+    def width(self, asked: int) -> int:
+        """Sequences that may run at once: ``asked``, or what the backend was made for. Raises `BadRequest` when it was made for fewer."""
+        made_for = self._backend.info.max_seqs or len(self.slots)
+        if asked > made_for:
+            raise BadRequest(f"max_num_seqs is {asked} and the model was loaded for {made_for} sequences at once; raise parallel (-np) to {asked}.")
+        return asked or made_for
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens whose KV is held, running and idle."""
+        return sum(slot.length for slot in self.slots)
+
+    @property
+    def idle_tokens(self) -> int:
+        return sum(slot.length for slot in self.slots if slot.owner is None)
+
+    def acquire(self, tokens: list[int], owner: Sequence, *, adapter: str | None = None, multiple: int = 1) -> Lease | None:
         """A slot for ``tokens`` with as much of their prefix as can be had; None, and nothing changed, when every slot is busy.
 
-        ``multiple``: reuse a multiple of so many tokens.
+        ``multiple``: reuse a multiple of so many tokens. ``adapter``: only KV computed with the same one counts.
         """
-        idle = [slot for slot in self.slots if not slot.busy]
+        idle = [slot for slot in self.slots if slot.owner is None]
         if not idle:
             return None
         wanted = (len(tokens) - 1) // multiple * multiple
-        donor, shared = self._donor(tokens, wanted)
+        donor, shared = self._donor(tokens, wanted, adapter)
         usable = self._backend.reusable(donor.index, donor.length, shared) if donor else 0
         usable -= usable % multiple
-        miss = self._miss(donor, wanted, shared - shared % multiple, usable)
+        miss = self._miss(donor, wanted, shared - shared % multiple, usable, adapter)
         target = self._target(idle, donor, usable)
         reused = self._fill(target, donor, usable)
         if reused < usable:
             miss = "this model's memory cannot be cut back to a prefix"
         self._tick += 1
-        target.tokens, target.length, target.busy, target.last_used = tokens, reused, True, self._tick
+        target.tokens, target.length, target.exact = tokens, reused, sys.maxsize
+        target.adapter, target.owner, target.last_used = adapter, owner, self._tick
         return Lease(target.index, reused, miss)
+
+    def being_read(self, tokens: list[int], *, adapter: str | None = None, multiple: int = 1) -> BeingRead | None:
+        """The running sequence whose own prompt shares the longest prefix with ``tokens`` beyond what is in the KV by now, if there is one."""
+        wanted = (len(tokens) - 1) // multiple * multiple
+        best: Slot | None = None
+        there = coming = 0
+        for slot in self.slots:
+            if slot.adapter != adapter:
+                continue
+            shared = common_prefix(slot.tokens, tokens, wanted)
+            there = max(there, min(shared, slot.shareable))
+            if slot.owner is not None and shared > max(coming, slot.length):
+                best, coming = slot, shared
+        there -= there % multiple
+        coming -= coming % multiple
+        if best is None or best.owner is None or coming <= there:
+            return None
+        return BeingRead(best.owner, coming, coming - there)
+
+    def grown(self, index: int, length: int) -> None:
+        """The owner's first ``length`` tokens are in the KV now."""
+        self.slots[index].length = length
+
+    def shifted(self, index: int, keep: int, drop: int) -> None:
+        """``drop`` tokens after the first ``keep`` are gone; what follows was computed when they were still there."""
+        slot = self.slots[index]
+        slot.length -= drop
+        slot.exact = min(slot.exact, keep)
 
     def release(self, index: int, length: int, *, keep: bool = True) -> None:
         """The owner is done. Its first ``length`` tokens stay as cache unless ``keep`` is False."""
         slot = self.slots[index]
         self._tick += 1
         # The list belongs to the sequence, which may be read after it ended: keep our own.
-        slot.tokens, slot.length, slot.busy, slot.last_used = slot.tokens[:length], length, False, self._tick
+        slot.tokens, slot.length, slot.owner, slot.last_used = slot.tokens[:length], length, None, self._tick
+        if keep and slot.exact < length:                 # what nobody may share only takes room
+            keep = self._backend.truncate(index, slot.exact)
+            slot.tokens, slot.length = slot.tokens[: slot.exact], slot.exact
+        slot.exact = sys.maxsize
         if not keep:
             self._clear(slot)
+        while self._idle_tokens is not None and self.idle_tokens > self._idle_tokens and self.evict_idle():
+            pass
 
     def evict_idle(self) -> bool:
         """Drop the least recently used idle cache. False when there is none."""
-        idle = [slot for slot in self.slots if not slot.busy and slot.length]
+        idle = [slot for slot in self.slots if slot.owner is None and slot.length]
         if not idle:
             return False
         self._clear(min(idle, key=lambda slot: slot.last_used))
+        self.evictions += 1
         return True
 
     # ----------------------------------------------------------------------------------------------------------- internals
@@ -96,19 +177,21 @@ class SlotTable:
         self._backend.truncate(slot.index, 0)
         slot.tokens, slot.length = [], 0
 
-    def _donor(self, tokens: list[int], wanted: int) -> tuple[Slot | None, int]:
+    def _donor(self, tokens: list[int], wanted: int, adapter: str | None) -> tuple[Slot | None, int]:
         best, shared = None, 0
         for slot in self.slots:
-            length = common_prefix(slot.tokens, tokens, min(wanted, slot.length))
+            if slot.adapter != adapter:
+                continue
+            length = common_prefix(slot.tokens, tokens, min(wanted, slot.shareable))
             # On a tie the idle one, whose KV can be taken over instead of copied.
-            if length > shared or (length == shared and length and best is not None and best.busy and not slot.busy):
+            if length > shared or (length == shared and length and best is not None and best.owner is not None and slot.owner is None):
                 best, shared = slot, length
         return best, shared
 
     def _target(self, idle: list[Slot], donor: Slot | None, usable: int) -> Slot:
         """The donor itself when it loses nothing by it or is the only choice; else an empty slot; else the least recently used."""
         others = [slot for slot in idle if slot is not donor]
-        if donor is not None and not donor.busy and usable and (usable == donor.length or not others or not self._backend.info.can_copy_prefix):
+        if donor is not None and donor.owner is None and usable and (usable == donor.length or not others or not self._backend.info.can_copy_prefix):
             return donor
         return min(others or idle, key=lambda slot: (slot.length > 0, slot.last_used))
 
@@ -124,13 +207,16 @@ class SlotTable:
         self._backend.copy_prefix(donor.index, target.index, usable)
         return usable
 
-    def _miss(self, donor: Slot | None, wanted: int, shared: int, usable: int) -> str | None:
+    def _miss(self, donor: Slot | None, wanted: int, shared: int, usable: int, adapter: str | None) -> str | None:
         """Why the KV will not be reused as far as one might hope; None when the prompt just continues what is cached."""
         if usable == wanted:
             return None
-        if not any(slot.length for slot in self.slots):
+        held = [slot for slot in self.slots if slot.length]
+        if not held:
             return "nothing is cached yet"
         if donor is None:
+            if not any(slot.adapter == adapter for slot in held):
+                return f"nothing is cached yet for {'the base model' if adapter is None else f'the adapter {adapter}'}"
             return "no cached conversation starts with these tokens"
         if usable < shared:
             return f"the sliding window has moved past the {shared} shared tokens"

@@ -366,7 +366,7 @@ def test_logits_that_are_no_numbers_fail_only_their_request(engines) -> None:
         result = forward(plan)
         for chunk in plan.chunks:
             if bytes(token for token in backend._slots[chunk.slot] if token < 256).count(b"poison") and chunk.slot in result.logits:
-                result.logits[chunk.slot][7] = float("nan")
+                result.logits[chunk.slot][0, 7] = float("nan")
         return result
 
     backend.forward = poisoned

@@ -6,6 +6,7 @@ It makes everything about scheduling, streaming, stop strings and cancellation t
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 
@@ -62,6 +63,7 @@ class ScriptedBackend:
         sequence so far to the next token id, for answers that depend on the prompt.
     kv_cells: tokens that all slots together may hold (None: no limit); a copied prefix shares its cells, as on llama.cpp's unified cache.
     before_forward: called with each plan before it runs; may block (a slow prefill) or raise.
+    adapters: names that chunks may ask for; an adapter changes nothing but is part of what a slot's KV was computed with.
     """
 
     def __init__(
@@ -70,8 +72,11 @@ class ScriptedBackend:
         *,
         n_ctx: int = 512,
         max_slots: int = 4,
+        max_seqs: int = 0,
         max_batch: int = 64,
+        max_logits: int = 0,
         kv_cells: int | None = None,
+        adapters: tuple[str, ...] = (),
         before_forward: Callable[[StepPlan], None] | None = None,
         vocab: ByteVocab | None = None,
     ):
@@ -86,11 +91,13 @@ class ScriptedBackend:
         self._spoken: tuple[list[int], int] = ([], 0)    # the sequence served last, and how much of the script it has said
         self.info = BackendInfo(
             engine="fake", device="cpu", model="scripted", quantization="none", n_vocab=self.vocab.size, n_ctx=n_ctx, n_ctx_train=n_ctx,
-            max_slots=max_slots, max_batch=max_batch, kv_type="none", kv_bytes_per_token=1, weight_bytes=0,
+            max_slots=max_slots, max_seqs=max_seqs, max_batch=max_batch, max_logits=max_logits, kv_type="none", kv_bytes_per_token=1, weight_bytes=0,
+            kv_cells=kv_cells or 0, fingerprint="scripted", adapters=adapters, can_shift=True, can_export=True,
         )
         self._cells = kv_cells
         self._before_forward = before_forward
         self._slots: dict[int, list[int]] = {slot: [] for slot in range(max_slots)}
+        self._adapter: dict[int, str | None] = dict.fromkeys(range(max_slots))
         self._abort = threading.Event()
         self.plans: list[StepPlan] = []                  # everything that ran, for exact assertions
         self.tokens_computed = 0
@@ -122,6 +129,8 @@ class ScriptedBackend:
         slots = [chunk.slot for chunk in plan.chunks]
         if len(set(slots)) != len(slots) or sum(len(chunk.tokens) for chunk in plan.chunks) > self.info.max_batch:
             raise BackendFailed("The plan uses a slot twice or exceeds the batch.")
+        if self.info.max_logits and sum(chunk.n_logits for chunk in plan.chunks) > self.info.max_logits:
+            raise BackendFailed("The plan asks for more rows of logits than there is room for.")
         logits: dict[int, np.ndarray] = {}
         no_room: list[int] = []
         aborted: list[int] = []
@@ -130,10 +139,12 @@ class ScriptedBackend:
                 aborted.append(chunk.slot)
             elif not self._extend(chunk):
                 no_room.append(chunk.slot)
-            elif chunk.wants_logits:
-                row = np.full(self.info.n_vocab, -10.0, np.float32)
-                row[self._next(list(self._slots[chunk.slot]))] = 10.0
-                logits[chunk.slot] = row
+            elif chunk.n_logits:
+                held = self._slots[chunk.slot]
+                rows = np.full((chunk.n_logits, self.info.n_vocab), -10.0, np.float32)
+                for at, row in enumerate(rows, len(held) - chunk.n_logits + 1):
+                    row[self._next(held[:at])] = 10.0
+                logits[chunk.slot] = rows
         return StepResult(logits, tuple(no_room), tuple(aborted))
 
     def _extend(self, chunk: Chunk) -> bool:
@@ -142,6 +153,11 @@ class ScriptedBackend:
             raise BackendFailed(f"Slot {chunk.slot} holds {len(held)} tokens and the chunk starts at {chunk.start}.")
         if len(held) + len(chunk.tokens) > self.info.n_ctx:
             raise BackendFailed(f"Slot {chunk.slot} would exceed its context.")
+        if chunk.adapter is not None and chunk.adapter not in self.info.adapters:
+            raise BackendFailed(f"There is no adapter {chunk.adapter!r}.")
+        if held and self._adapter[chunk.slot] != chunk.adapter:
+            raise BackendFailed(f"Slot {chunk.slot} was computed with another adapter.")
+        self._adapter[chunk.slot] = chunk.adapter
         held.extend(chunk.tokens)
         if self._cells is not None and self._used() > self._cells:
             del held[chunk.start:]
@@ -153,6 +169,7 @@ class ScriptedBackend:
         if self._slots[dst] or length > len(self._slots[src]):
             raise BackendFailed(f"Cannot copy {length} tokens of slot {src} into slot {dst}.")
         self._slots[dst] = self._slots[src][:length]
+        self._adapter[dst] = self._adapter[src]
 
     def truncate(self, slot: int, length: int) -> bool:
         if length > len(self._slots[slot]):
@@ -162,6 +179,22 @@ class ScriptedBackend:
 
     def reusable(self, slot: int, length: int, wanted: int) -> int:
         return min(length, wanted)
+
+    def shift(self, slot: int, keep: int, drop: int) -> None:
+        if keep + drop > len(self._slots[slot]):
+            raise BackendFailed(f"Slot {slot} holds fewer than {keep + drop} tokens.")
+        del self._slots[slot][keep : keep + drop]
+
+    def export_slot(self, slot: int) -> bytes:
+        return json.dumps([self._adapter[slot], self._slots[slot]]).encode()
+
+    def import_slot(self, slot: int, data: bytes) -> bool:
+        if self._slots[slot]:
+            raise BackendFailed(f"Slot {slot} is not empty.")
+        self._adapter[slot], self._slots[slot] = json.loads(data)
+        if self._cells is not None and self._used() > self._cells:
+            self._slots[slot] = []
+        return bool(self._slots[slot])
 
     def rest(self) -> None:
         self.rests += 1
