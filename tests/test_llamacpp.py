@@ -17,7 +17,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.convert import convert
-from edgeinfer.errors import BadRequest, ContextLengthExceeded, DeviceUnavailable, ModelDamaged, ModelNotFound, UnsupportedModel
+from edgeinfer.errors import BackendFailed, BadRequest, ContextLengthExceeded, DeviceUnavailable, ModelDamaged, ModelNotFound, UnsupportedModel
 from edgeinfer.models.native import llama
 from edgeinfer.runtime.backends.llama_vocab import _named
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
@@ -60,7 +60,7 @@ def kl(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def run(backend: LlamaCppBackend, slot: int, start: int, tokens: list[int]) -> np.ndarray:
-    return backend.forward(StepPlan(prefills=(Chunk(slot, start, tokens, True),))).logits[slot].copy()
+    return backend.forward(StepPlan(prefills=(Chunk(slot, start, tokens, 1),))).logits[slot][0].copy()
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers
@@ -196,9 +196,9 @@ def test_batched_equals_alone(backend) -> None:
         run(backend, slot, 0, prompt[:-1])
         alone.append(run(backend, slot, len(prompt) - 1, prompt[-1:]))
         assert backend.truncate(slot, len(prompt) - 1)
-    plan = StepPlan(decodes=tuple(Chunk(slot, len(prompt) - 1, prompt[-1:], True) for slot, prompt in enumerate(prompts)))
+    plan = StepPlan(decodes=tuple(Chunk(slot, len(prompt) - 1, prompt[-1:], 1) for slot, prompt in enumerate(prompts)))
     together = backend.forward(plan).logits
-    assert max(kl(alone[slot], together[slot]) for slot in range(len(prompts))) < 1e-2
+    assert max(kl(alone[slot], together[slot][0]) for slot in range(len(prompts))) < 1e-2
 
 
 def test_a_step_with_decoders_and_a_prompt_keeps_rows_apart(backend) -> None:
@@ -207,8 +207,50 @@ def test_a_step_with_decoders_and_a_prompt_keeps_rows_apart(backend) -> None:
     run(backend, 0, 0, tokens[:50])
     expected = run(backend, 0, 50, tokens[50:51])
     assert backend.truncate(0, 50)
-    result = backend.forward(StepPlan(decodes=(Chunk(0, 50, tokens[50:51], True),), prefills=(Chunk(1, 0, tokens, True),)))
-    assert np.array_equal(result.logits[0], expected) and set(result.logits) == {0, 1}
+    result = backend.forward(StepPlan(decodes=(Chunk(0, 50, tokens[50:51], 1),), prefills=(Chunk(1, 0, tokens, 1),)))
+    assert np.array_equal(result.logits[0][0], expected) and set(result.logits) == {0, 1}
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+def test_drafted_tokens_give_a_row_each(smollm2_gguf, kv_unified) -> None:
+    """Chunks of one, three and five tokens in one native call, and a prompt chunk that wants no logits after them: every row is its token's."""
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=512, parallel=4, kv_unified=kv_unified))
+    try:
+        tokens = backend.vocab.encode(STORY, add_special=False, parse_special=False)
+        starts = (40, 44, 48)
+        expected = []
+        run(backend, 3, 0, tokens[:40])
+        for place in range(40, 53):
+            expected.append(run(backend, 3, place, tokens[place : place + 1]))
+        for slot, start in enumerate(starts):
+            run(backend, slot, 0, tokens[:start])
+        assert backend.truncate(3, 0)
+        drafts = tuple(Chunk(slot, start, tokens[start : start + size], size) for slot, start, size in zip(range(3), starts, (1, 3, 5), strict=True))
+        result = backend.forward(StepPlan(decodes=drafts, prefills=(Chunk(3, 0, tokens[:30], 0),)))
+        assert {slot: rows.shape for slot, rows in result.logits.items()} == {slot: (size, backend.info.n_vocab) for slot, size in enumerate((1, 3, 5))}
+        for slot, start in enumerate(starts):
+            for offset, row in enumerate(result.logits[slot]):
+                assert kl(expected[start - 40 + offset], row) < 1e-2 and row.argmax() == expected[start - 40 + offset].argmax()
+        # A rejected draft is taken back, and the tokens before it stand.
+        assert backend.truncate(2, 49)
+        assert kl(expected[9], run(backend, 2, 49, tokens[49:50])) < 1e-2
+    finally:
+        backend.close()
+
+
+def test_more_than_was_reserved_is_a_clear_error(smollm2_gguf) -> None:
+    """llama.cpp itself would end the process."""
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=256, parallel=2, cache_slots=0, max_draft_rows=3, batch_size=8))
+    try:
+        assert backend.info.max_logits == 5
+        assert backend.forward(StepPlan(decodes=(Chunk(0, 0, [1, 2, 3, 4, 5], 5),))).logits[0].shape[0] == 5
+        with pytest.raises(BackendFailed, match="6 rows of logits"):
+            backend.forward(StepPlan(decodes=(Chunk(0, 5, [1, 2, 3, 4, 5, 6], 6),)))
+        with pytest.raises(BackendFailed, match="9 tokens"):
+            backend.forward(StepPlan(prefills=(Chunk(0, 5, [7] * 9, 1),)))
+        assert backend.forward(StepPlan(decodes=(Chunk(0, 5, [6], 1),))).logits[0].shape[0] == 1
+    finally:
+        backend.close()
 
 
 def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
@@ -216,11 +258,11 @@ def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
     try:
         tokens = (backend.vocab.encode(STORY, add_special=False, parse_special=False) * 3)[:200]
         first = run(backend, 0, 0, tokens)
-        result = backend.forward(StepPlan(prefills=(Chunk(1, 0, tokens[::-1], True),)))
+        result = backend.forward(StepPlan(prefills=(Chunk(1, 0, tokens[::-1], 1),)))
         assert result.no_room == (1,) and not result.logits
         assert backend.truncate(0, 199) and kl(first, run(backend, 0, 199, tokens[199:])) < 1e-2
         backend.truncate(0, 0)
-        assert backend.forward(StepPlan(prefills=(Chunk(1, 0, tokens[::-1], True),))).no_room == ()
+        assert backend.forward(StepPlan(prefills=(Chunk(1, 0, tokens[::-1], 1),))).no_room == ()
     finally:
         backend.close()
 
@@ -244,7 +286,7 @@ def test_abort_ends_a_running_prefill_and_leaves_no_trace(smollm2_gguf) -> None:
         for _ in range(50):                              # until an abort falls into the computing, not beside it
             timer = threading.Timer(0.05, backend.abort)
             timer.start()
-            result = backend.forward(StepPlan(prefills=(Chunk(0, 0, tokens, True),)))
+            result = backend.forward(StepPlan(prefills=(Chunk(0, 0, tokens, 1),)))
             timer.join()
             if result.aborted:
                 break
