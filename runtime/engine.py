@@ -121,7 +121,9 @@ class EngineCore:
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
         info = self.backend.info
         room = min(self.options.max_num_batched_tokens, info.max_logits or self.options.max_num_batched_tokens) - self.scheduler.width
-        speculator.propose([seq for seq in decoding if seq.options.speculative and not seq.reproducible], room)
+        together = [seq for seq in decoding if not seq.reproducible]     # the others run in batches of their own
+        drafted = [seq for seq in together if seq.options.speculative]
+        speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(together) - len(drafted))
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         counters = self.counters
@@ -131,7 +133,7 @@ class EngineCore:
             rows = sum(chunk.n_logits for chunk in plan.decodes)
             counters.decode_steps += 1
             counters.decode_rows += rows
-            if self.speculator is not None and not plan.prefills:
+            if self.speculator is not None and not plan.prefills and not any(chunk.alone for chunk in plan.decodes):
                 self.speculator.measured(rows, seconds)
 
     def _update(self, seq: Sequence, chunk: Chunk, result: StepResult) -> None:
