@@ -6,14 +6,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import BackendFailed, BadRequest, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed, UnsupportedParameter
+from edgeinfer.errors import BackendFailed, BadRequest, EdgeInferError, EngineBusy, EngineClosed, UnsupportedParameter
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.backend import Backend
 from edgeinfer.runtime.chat_format import encode_chat, encode_prompt
+from edgeinfer.runtime.context_policy import Fit, answer_limit, fit_chat, fit_prompt
 from edgeinfer.runtime.detokenizer import Detokenizer
 from edgeinfer.runtime.engine import EngineCore, EngineCounters
 from edgeinfer.runtime.sampling import Sampler
@@ -130,17 +132,19 @@ class Engine:
         ``fields`` are those of `SamplingParams`, over ``params``, over the defaults, and those of `RequestOptions` (priority, context_policy, ...).
         Raises `BadRequest` and its kin at once.
         """
-        options = _options(fields)
-        return self._submit(self._encode(messages), SamplingParams.of(params, **fields), options)
+        options = self._options_of(fields)
+        params = SamplingParams.of(params, **fields)
+        return self._submit(fit_chat(self._encode, messages, self.info.n_ctx, options.context_policy, params.max_tokens), params, options)
 
     def generate(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Continue a raw prompt: text (markers in it are honoured) or token ids taken as they are. ``fields`` as for `chat`."""
-        options = _options(fields)
+        options = self._options_of(fields)
+        params = SamplingParams.of(params, **fields)
         tokens = encode_prompt(self.vocab, prompt) if isinstance(prompt, str) else self._checked(prompt)
-        return self._submit(tokens, SamplingParams.of(params, **fields), options)
+        return self._submit(fit_prompt(tokens, 0, self.info.n_ctx, options.context_policy, params.max_tokens), params, options)
 
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
-        """Prompt tokens that `chat` would send for these messages."""
+        """Prompt tokens that `chat` would send for these messages, were there room for all of them."""
         return len(self._encode(messages))
 
     # ------------------------------------------------------------------------------------------------------------- lifetime
@@ -172,7 +176,7 @@ class Engine:
         )
 
     def _encode(self, messages: Iterable[Mapping[str, Any]]) -> list[int]:
-        return encode_chat(self.vocab, self._template, list(messages))
+        return encode_chat(self.vocab, self._template, messages)
 
     def _checked(self, prompt: Iterable[int]) -> list[int]:
         tokens = [int(token) for token in prompt]
@@ -181,17 +185,24 @@ class Engine:
             raise BadRequest(f"Token id {bad} is outside the vocabulary of {self.info.n_vocab:,}.")
         return tokens
 
-    def _submit(self, tokens: list[int], params: SamplingParams, options: RequestOptions) -> Stream:
+    def _options_of(self, fields: dict[str, Any]) -> RequestOptions:
+        """Those of ``fields`` that are not about sampling; they are taken out. Refuses what the loaded model cannot do."""
+        options = RequestOptions(**{name: fields.pop(name) for name in RequestOptions.__dataclass_fields__ if name in fields})
+        if options.context_policy == "shift" and not self.info.can_shift:
+            raise UnsupportedParameter("This model's memory cannot shift; use the context policy truncate_middle or error.")
         if options.adapter is not None and options.adapter not in self.info.adapters:
             known = f"known are {', '.join(self.info.adapters)}" if self.info.adapters else "none was given at load (--lora)"
             raise UnsupportedParameter(f"There is no adapter {options.adapter!r}; {known}.")
+        return options
+
+    def _submit(self, fit: Fit, params: SamplingParams, options: RequestOptions) -> Stream:
+        tokens = fit.tokens
         if not tokens:
             raise BadRequest("The prompt is empty; give at least one character.")
-        if len(tokens) > self.info.n_ctx:
-            raise ContextLengthExceeded(len(tokens), self.info.n_ctx)
         bad = next((token for token in params.logit_bias if not 0 <= token < self.info.n_vocab), None)
         if bad is not None:
             raise BadRequest(f"logit_bias names token {bad}, outside the vocabulary of {self.info.n_vocab:,}.")
+        params = replace(params, max_tokens=answer_limit(params.max_tokens, self.info.n_ctx, options.context_policy))
         stream = Stream()
         # The engine must not keep a stream alive that nobody reads: dropping it is one way to cancel.
         reader = weakref.ref(stream)
@@ -203,7 +214,7 @@ class Engine:
 
         sequence = Sequence(
             tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab), emit=emit,
-            options=options,
+            options=options, keep=fit.keep, dropped=fit.dropped,
         )
         core, loop = self._core, self._loop
 
@@ -223,8 +234,3 @@ class Engine:
             self.counters.submitted += 1
         stream._bind(sequence, cancel, self)
         return stream
-
-
-def _options(fields: dict[str, Any]) -> RequestOptions:
-    """Those of ``fields`` that are not about sampling; they are taken out."""
-    return RequestOptions(**{name: fields.pop(name) for name in RequestOptions.__dataclass_fields__ if name in fields})
