@@ -15,8 +15,7 @@ import re
 import stat
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,7 +63,8 @@ class _Known:
 
 
 class KVStore:
-    """The saved conversations of one folder. Use it from one thread; others may use the same folder through stores of their own.
+    """The saved conversations of one folder. Use it from one thread; other threads and processes have
+    stores of their own for the same folder.
 
     max_bytes: of all files together; one being written comes on top, so that a failed write costs nothing that was there before.
     Raises `BadRequest` where the folder cannot be used.
@@ -74,7 +74,7 @@ class KVStore:
         _check_bytes(max_bytes)
         self.folder = Path(folder).expanduser()
         self.max_bytes = max_bytes
-        self.notices: deque[str] = deque(maxlen=20)      # what went wrong, newest last; one sentence each
+        self.notices: tuple[str, ...] = ()               # what went wrong, newest last, one sentence each; may be read from any thread
         self._known: dict[str, _Known] = {}
         self._clock = 0
         _prepare(self.folder)
@@ -91,9 +91,9 @@ class KVStore:
         size = kv_file.file_size(key, len(wanted), len(data))
         if not len(wanted) or size > self.max_bytes:
             return False
-        saved = self.entries(key)
-        if any(_starts_with(other.tokens, wanted) and self._touch(other.path) for other in saved):
+        if self.holds(key, wanted):
             return True
+        saved = self._of(key)
         path = self.folder / f"{key.digest}-{hashlib.blake2b(wanted.tobytes(), digest_size=16).hexdigest()}.kv"
         shorter = [other.path for other in saved if _starts_with(wanted, other.tokens)]
         try:
@@ -105,6 +105,11 @@ class KVStore:
             _remove(other)
         self._evict(self.max_bytes - size, spare={path})     # another process may have saved something too
         return True
+
+    def holds(self, key: KVKey, tokens: Sequence[int] | np.ndarray) -> bool:
+        """Whether a saved conversation starts with ``tokens``; it then counts as used."""
+        wanted = _ids(tokens)
+        return any(_starts_with(other.tokens, wanted) and self._touch(other.path) for other in self.entries(key))
 
     def best(self, key: KVKey, tokens: Sequence[int]) -> SavedKV | None:
         """The saved conversation that shares the most leading tokens, with ``shared`` saying how many; None when none shares any.
@@ -261,7 +266,7 @@ class KVStore:
 
     def _notice(self, text: str) -> None:
         if text not in self.notices:
-            self.notices.append(text)
+            self.notices = (*self.notices, text)[-20:]
 
 
 def _check_bytes(value: int) -> None:
@@ -281,7 +286,7 @@ def _prepare(folder: Path) -> None:
         raise BadRequest(f"Conversations cannot be saved in {folder}: it cannot be read and written.")
 
 
-def _ids(tokens: Iterable[int]) -> np.ndarray:
+def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.asarray(tokens, "<i4")
 
 
