@@ -126,7 +126,7 @@ class Scheduler:
         for seq in list(self.waiting):
             if self._follows(seq):
                 continue
-            lease = self._slots.acquire(seq.tokens, seq, adapter=seq.options.adapter, multiple=self._multiple(seq))
+            lease = self._slots.acquire(seq.tokens, seq, adapter=seq.options.adapter, multiple=self._multiple(seq), tidy=seq.reproducible)
             if lease is None:
                 return
             self.waiting.remove(seq)

@@ -17,6 +17,7 @@ from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.backend import Backend
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.kv_spill import KVPersistence
     from edgeinfer.runtime.sequence import Sequence
 
 
@@ -29,6 +30,7 @@ class Slot:
     length: int = 0
     exact: int = sys.maxsize             # how many have the KV that a fresh computation would give; a context shift lowers it
     adapter: str | None = None
+    tidy: bool = False                   # the KV lies where it would in an empty cache, and was computed as in one
     owner: Sequence | None = None        # the running sequence; None: idle
     last_used: int = 0
 
@@ -71,10 +73,12 @@ class SlotTable:
     """Owns the mapping from slots to tokens and keeps the backend's KV in step with it.
 
     ``cache_bytes``: KV that idle slots may keep in all, counted per slot even where slots share cells; 0: no limit.
+    ``persistence``: where conversations go that lose their slot, and come back from; None: nowhere.
     """
 
-    def __init__(self, backend: Backend, cache_bytes: int = 0):
+    def __init__(self, backend: Backend, cache_bytes: int = 0, persistence: KVPersistence | None = None):
         self._backend = backend
+        self.persistence = persistence
         per_token = max(1, backend.info.kv_bytes_per_token)
         self._idle_tokens = cache_bytes // per_token if cache_bytes else None
         self.slots = [Slot(index) for index in range(backend.info.max_slots)]
@@ -97,25 +101,33 @@ class SlotTable:
     def idle_tokens(self) -> int:
         return sum(slot.length for slot in self.slots if slot.owner is None)
 
-    def acquire(self, tokens: list[int], owner: Sequence, *, adapter: str | None = None, multiple: int = 1) -> Lease | None:
+    def acquire(self, tokens: list[int], owner: Sequence, *, adapter: str | None = None, multiple: int = 1, tidy: bool = False) -> Lease | None:
         """A slot for ``tokens`` with as much of their prefix as can be had; None, and nothing changed, when every slot is busy.
 
-        ``multiple``: reuse a multiple of so many tokens. ``adapter``: only KV computed with the same one counts.
+        ``multiple``: reuse a multiple of so many tokens. ``adapter``: only KV computed with the same one counts. ``tidy``: where slots share cells and
+        nobody else runs, compute as in an empty cache: attention rounds differently by where among others' cells a sequence lies.
         """
         idle = [slot for slot in self.slots if slot.owner is None]
         if not idle:
             return None
+        tidy = tidy and self._backend.info.shared_cells and len(idle) == len(self.slots)
+        if tidy:
+            self._tidy(tokens, adapter, multiple)
         wanted = (len(tokens) - 1) // multiple * multiple
         donor, shared = self._donor(tokens, wanted, adapter)
+        if self.persistence is not None and not tidy and self._restore(self.persistence, idle, tokens[:wanted], adapter, shared):
+            donor, shared = self._donor(tokens, wanted, adapter)
         usable = self._backend.reusable(donor.index, donor.length, shared) if donor else 0
         usable -= usable % multiple
         miss = self._miss(donor, wanted, shared - shared % multiple, usable, adapter)
         target = self._target(idle, donor, usable)
-        reused = self._fill(target, donor, usable)
+        reused = self._fill(target, donor, usable, tokens)
         if reused < usable:
             miss = "this model's memory cannot be cut back to a prefix"
         self._tick += 1
-        target.tokens, target.length, target.exact = tokens, reused, sys.maxsize
+        for slot in self.slots:
+            slot.tidy = slot.tidy and slot.owner is None             # whoever runs has company from here on
+        target.tokens, target.length, target.exact, target.tidy = tokens, reused, sys.maxsize, tidy
         target.adapter, target.owner, target.last_used = adapter, owner, self._tick
         return Lease(target.index, reused, miss)
 
@@ -167,15 +179,72 @@ class SlotTable:
         idle = [slot for slot in self.slots if slot.owner is None and slot.length]
         if not idle:
             return False
-        self._clear(min(idle, key=lambda slot: slot.last_used))
+        victim = min(idle, key=lambda slot: slot.last_used)
+        self._spill(victim)
+        self._clear(victim)
         self.evictions += 1
         return True
+
+    def save_all(self) -> None:
+        """Save every conversation, running ones too, the least recently used first, and empty its slot: the end of all of them."""
+        if self.persistence is None:
+            return
+        for slot in sorted(self.slots, key=lambda slot: slot.last_used):
+            if slot.shareable < slot.length:
+                if not self._backend.truncate(slot.index, slot.shareable):
+                    continue
+                slot.length = slot.shareable
+            self.persistence.drain()                     # nobody computes any more: all of them may wait for the disk
+            self._spill(slot)
+            self._clear(slot)                            # or of two with the same tokens each would be left to the other
 
     # ----------------------------------------------------------------------------------------------------------- internals
 
     def _clear(self, slot: Slot) -> None:
         self._backend.truncate(slot.index, 0)
         slot.tokens, slot.length = [], 0
+
+    def _tidy(self, tokens: list[int], adapter: str | None, multiple: int) -> None:
+        """Leave nothing in the cache but what a tidy slot holds of ``tokens``."""
+        wanted = (len(tokens) - 1) // multiple * multiple
+        best, shared = None, 0
+        for slot in self.slots:
+            length = common_prefix(slot.tokens, tokens, min(wanted, slot.length)) if slot.tidy and slot.adapter == adapter else 0
+            length -= length % multiple
+            if length > shared:
+                best, shared = slot, length
+        for slot in self.slots:
+            self._spill(slot, tokens)
+            if slot is not best:
+                self._clear(slot)
+            elif self._backend.truncate(slot.index, shared):
+                slot.tokens, slot.length = slot.tokens[:shared], shared
+            else:
+                self._clear(slot)
+
+    def _spill(self, slot: Slot, continued: Seq[int] = ()) -> None:
+        """Save a slot that is about to be lost, unless ``continued`` or another slot holds its tokens too."""
+        if self.persistence is None or not slot.length:
+            return
+        others = [other.tokens[: other.shareable] for other in self.slots if other is not slot and other.adapter == slot.adapter]
+        if not any(common_prefix(slot.tokens, other, slot.length) == slot.length for other in [*others, continued]):
+            self.persistence.spill(slot.index, slot.tokens[: slot.length], slot.adapter)
+
+    def _restore(self, persistence: KVPersistence, idle: list[Slot], tokens: list[int], adapter: str | None, held: int) -> bool:
+        """Fill an idle slot from the disk, when that gives clearly more of ``tokens`` than the ``held`` ones there are."""
+        found = persistence.find(tokens, adapter, held)
+        if found is None:
+            return False
+        target = min(idle, key=lambda slot: (slot.length > 0, slot.last_used))
+        self._spill(target)
+        self._clear(target)
+        length = persistence.restore(found, target.index, self._make_room)
+        target.tokens, target.length, target.exact, target.adapter, target.tidy = tokens[:length], length, sys.maxsize, adapter, False
+        return length > 0
+
+    def _make_room(self, tokens: int) -> bool:
+        cells = self._backend.info.kv_cells
+        return bool(cells) and self.used_tokens + tokens > cells and self.evict_idle()
 
     def _donor(self, tokens: list[int], wanted: int, adapter: str | None) -> tuple[Slot | None, int]:
         best, shared = None, 0
@@ -195,12 +264,15 @@ class SlotTable:
             return donor
         return min(others or idle, key=lambda slot: (slot.length > 0, slot.last_used))
 
-    def _fill(self, target: Slot, donor: Slot | None, usable: int) -> int:
+    def _fill(self, target: Slot, donor: Slot | None, usable: int, tokens: list[int]) -> int:
         if target is donor:
+            if usable < target.length:
+                self._spill(target, tokens)
             if self._backend.truncate(target.index, usable):
                 return usable
             self._clear(target)
             return 0
+        self._spill(target, tokens)
         self._clear(target)
         if donor is None or not usable or not self._backend.info.can_copy_prefix:
             return 0

@@ -263,6 +263,7 @@ class BackendInfo:
     kv_cells: int = 0                    # tokens that all slots together hold; 0: n_ctx each
     fingerprint: str = ""                # identity of the weights; equal for the same model only
     adapters: tuple[str, ...] = ()       # names of the LoRA adapters given at load
+    shared_cells: bool = False           # slots share one pool of KV cells, and copies of a prefix share its cells
     can_copy_prefix: bool = True
     can_shift: bool = False              # Backend.shift works
     can_export: bool = False             # Backend.export_slot and import_slot work

@@ -92,7 +92,7 @@ class ScriptedBackend:
         self.info = BackendInfo(
             engine="fake", device="cpu", model="scripted", quantization="none", n_vocab=self.vocab.size, n_ctx=n_ctx, n_ctx_train=n_ctx,
             max_slots=max_slots, max_seqs=max_seqs, max_batch=max_batch, max_logits=max_logits, kv_type="none", kv_bytes_per_token=1, weight_bytes=0,
-            kv_cells=kv_cells or 0, fingerprint="scripted", adapters=adapters, can_shift=True, can_export=True,
+            kv_cells=kv_cells or 0, fingerprint="scripted", adapters=adapters, shared_cells=True, can_shift=True, can_export=True,
         )
         self._cells = kv_cells
         self._before_forward = before_forward
