@@ -18,6 +18,7 @@ from edgeinfer.runtime.slots import SlotTable
 from edgeinfer.runtime.values import Chunk, Failed, Finished, StepPlan, StepResult, TextDelta
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.kv_spill import KVPersistence
     from edgeinfer.runtime.speculative import Speculator
 
 
@@ -52,11 +53,17 @@ class EngineCounters:
 class EngineCore:
     """Everything between the queue of requests and the backend. Call from one thread only."""
 
-    def __init__(self, backend: Backend, options: SchedulerOptions = SchedulerOptions(), speculator: Speculator | None = None):
+    def __init__(
+        self,
+        backend: Backend,
+        options: SchedulerOptions = SchedulerOptions(),
+        speculator: Speculator | None = None,
+        persistence: KVPersistence | None = None,
+    ):
         self.backend = backend
         # The plan must never be larger than what one forward accepts, however the two were configured.
         self.options = replace(options, max_num_batched_tokens=min(options.max_num_batched_tokens, backend.info.max_batch))
-        self.slots = SlotTable(backend, self.options.cache_bytes)
+        self.slots = SlotTable(backend, self.options.cache_bytes, persistence)
         self.scheduler = Scheduler(self.slots, self.options)
         self.speculator = speculator
         self.counters = EngineCounters()
@@ -106,24 +113,36 @@ class EngineCore:
             seq.emit(Failed(error, seq.usage(), seq.timings()))
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
+        if self.slots.persistence is not None:
+            self.slots.persistence.close()
+            self.slots.persistence = None                # what this backend holds is not to be saved
 
     def close(self) -> None:
-        """End what is inside and free the backend."""
+        """Save the conversations where that was asked for, end what is inside and free the backend."""
+        self._save_all()
         self.fail_all(EngineClosed("The engine was closed while the request was running."))
         if self.speculator is not None:
             self.speculator.close()
         self.backend.close()
+
+    def _save_all(self) -> None:
+        persistence = self.slots.persistence
+        if persistence is not None:
+            try:
+                self.slots.save_all()
+            finally:
+                persistence.close()
+                self.slots.persistence = None            # what fails from here on frees slots that need no saving
 
     # ------------------------------------------------------------------------------------------------------------ one step
 
     def _draft(self, speculator: Speculator) -> None:
         """Let answers that decode be guessed ahead, as far as one forward has room."""
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
+        drafted = [seq for seq in decoding if seq.options.speculative and not seq.reproducible]
         info = self.backend.info
         room = min(self.options.max_num_batched_tokens, info.max_logits or self.options.max_num_batched_tokens) - self.scheduler.width
-        together = [seq for seq in decoding if not seq.reproducible]     # the others run in batches of their own
-        drafted = [seq for seq in together if seq.options.speculative]
-        speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(together) - len(drafted))
+        speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(decoding) - len(drafted))
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         counters = self.counters

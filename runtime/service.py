@@ -25,6 +25,7 @@ from edgeinfer.runtime.stream import Stream
 from edgeinfer.runtime.values import BackendInfo, Event, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.kv_spill import KVPersistence
     from edgeinfer.runtime.speculative import Speculator
 
 
@@ -111,13 +112,14 @@ class Engine:
         chat_template: str | None = None,
         options: SchedulerOptions = SchedulerOptions(),
         speculator: Speculator | None = None,
+        persistence: KVPersistence | None = None,
     ):
         self.info: BackendInfo = backend.info
         self.vocab = backend.vocab
         self._options = options
         self._chat_template_source = chat_template or backend.vocab.chat_template
         self._submitting = threading.Lock()
-        core = EngineCore(backend, options, speculator)
+        core = EngineCore(backend, options, speculator, persistence)
         self.counters: EngineCounters = core.counters
         self._core = core
         self._loop = _Loop(core)
