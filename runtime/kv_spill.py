@@ -67,7 +67,7 @@ class KVPersistence:
         size = len(tokens) * self._backend.info.kv_bytes_per_token
         if key is None or len(tokens) < MIN_TOKENS or size > self._store.max_bytes or self._store.holds(key, tokens):
             return
-        self._pending = [(future, held) for future, held in self._pending if not future.done()]
+        self._settle([item for item in self._pending if item[0].done()])
         if self._pending and sum(held for _, held in self._pending) + size > _PENDING_BYTES:
             self._notice("A conversation was not saved: the disk is slower than conversations are evicted.")
             return
@@ -94,7 +94,11 @@ class KVPersistence:
         name, whole = saved.path.name, saved.shared == len(saved.tokens)
         if name in self._refused or (name in self._only_whole and not whole):
             return None
-        data = self._store.read(saved)
+        try:
+            data = self._store.read(saved)
+        except MemoryError:
+            self._notice(f"A saved conversation of {len(saved.tokens):,} tokens was not read: too little memory.")
+            return None
         return None if data is None else Found(saved, data)
 
     def restore(self, found: Found, slot: int, make_room: Callable[[int], bool]) -> int:
@@ -104,11 +108,14 @@ class KVPersistence:
         """
         saved, backend = found.saved, self._backend
         total = len(saved.tokens)
-        while not backend.import_slot(slot, found.data):
-            if not make_room(total):
-                self._refused.add(saved.path.name)
-                self._notice(f"A saved conversation of {total:,} tokens was not taken back: there is no room for it, or it was saved under other options.")
-                return 0
+        try:
+            while not backend.import_slot(slot, found.data):
+                if not make_room(total):
+                    self._refuse(saved, "there is no room for it, or it was saved under other options")
+                    return 0
+        except EdgeInferError as error:
+            self._refuse(saved, str(error))
+            return 0
         usable = backend.reusable(slot, total, saved.shared)
         if usable < total and not (usable and backend.truncate(slot, usable)):
             backend.truncate(slot, 0)
@@ -119,13 +126,23 @@ class KVPersistence:
 
     def drain(self) -> None:
         """Wait until everything is written."""
-        for future, _ in self._pending:
-            future.exception()
-        self._pending = []
+        self._settle(self._pending)
 
     def close(self) -> None:
         """Write what is pending and end the thread."""
+        self.drain()
         self._pool.shutdown()
+
+    def _settle(self, written: list[tuple[Future[bool], int]]) -> None:
+        for future, _ in written:
+            error = future.exception()                   # a disk's troubles are the store's notices; this is a fault of ours
+            if error is not None:
+                self._notice(f"A conversation was not saved: {type(error).__name__}: {error}.")
+        self._pending = [item for item in self._pending if item not in written]
+
+    def _refuse(self, saved: SavedKV, reason: str) -> None:
+        self._refused.add(saved.path.name)
+        self._notice(f"A saved conversation of {len(saved.tokens):,} tokens was not taken back: {reason}.")
 
     def _key_for(self, adapter: str | None) -> KVKey | None:
         if adapter is None:

@@ -117,6 +117,7 @@ class Engine:
         self.info: BackendInfo = backend.info
         self.vocab = backend.vocab
         self._options = options
+        self._persistence = persistence
         self._chat_template_source = chat_template or backend.vocab.chat_template
         self._submitting = threading.Lock()
         core = EngineCore(backend, options, speculator, persistence)
@@ -148,6 +149,11 @@ class Engine:
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Prompt tokens that `chat` would send for these messages, were there room for all of them."""
         return len(self._encode(messages))
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What is done differently than was asked for at load, and what went wrong without hurting a request; one sentence each."""
+        return self.info.notices + (self._persistence.notices if self._persistence is not None else ())
 
     # ------------------------------------------------------------------------------------------------------------- lifetime
 

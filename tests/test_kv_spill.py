@@ -294,3 +294,26 @@ def test_no_thread_outlives_its_engine(tmp_path) -> None:
             one.ask(OTHER)
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_a_fault_in_the_writing_thread_is_told(tmp_path) -> None:
+    with session(tmp_path, max_slots=1) as one:
+        def broken(*_):
+            raise ValueError("a fault of ours")
+
+        one.persistence._writer.save = broken
+        assert one.ask(LONG)[0] == one.ask(OTHER)[0] == "abc"
+        one.persistence.drain()
+        assert any("ValueError: a fault of ours" in notice for notice in one.engine.notices)
+
+
+def test_an_import_that_fails_hurts_no_request(tmp_path) -> None:
+    with session(tmp_path) as first:
+        first.ask(LONG)
+    with session(tmp_path) as second:
+        def broken(slot: int, data: bytes) -> bool:
+            raise BackendFailed("nothing to be given")
+
+        second.backend.import_slot = broken
+        assert second.ask(LONG) == ("abc", 0, 403)
+        assert any("nothing to be given" in notice for notice in second.engine.notices)
