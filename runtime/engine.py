@@ -140,8 +140,11 @@ class EngineCore:
         """Let answers that decode be guessed ahead, as far as one forward has room."""
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
         drafted = [seq for seq in decoding if seq.options.speculative and not seq.reproducible]
-        info = self.backend.info
-        room = min(self.options.max_num_batched_tokens, info.max_logits or self.options.max_num_batched_tokens) - self.scheduler.width
+        info, most = self.backend.info, self.options.max_num_batched_tokens
+        room = min(most, info.max_logits or most) - self.scheduler.width
+        if len(decoding) < len(self.scheduler.running) or self.scheduler.waiting:
+            # Guesses never take the place of somebody's prompt.
+            room = min(room, most - self.scheduler.width - self.scheduler.steady_chunk)
         speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(decoding) - len(drafted))
 
     def _count(self, plan: StepPlan, seconds: float) -> None:

@@ -70,7 +70,7 @@ class Scheduler:
         self._slots = slots
         self._options = options
         # The chunk of requests with a seed: one that always fits, whoever decodes beside it.
-        self._steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - self.width))
+        self.steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - self.width))
         self.waiting: list[Sequence] = []                # sorted by urgency
         self.running: list[Sequence] = []                # in order of admission: the last is the youngest
         self.clock = 0                                   # tokens planned since the engine started
@@ -87,8 +87,8 @@ class Scheduler:
         """Queue a new sequence."""
         self._arrivals += 1
         seq.order = self._arrivals
-        fair = 0 if self._options.policy == "fcfs" else self.clock + _PATIENCE * len(seq.tokens)
-        seq.due = fair + (_BATCH_DELAY if seq.options.priority == "batch" else 0)
+        allowed = 0 if self._options.policy == "fcfs" else _PATIENCE * len(seq.tokens)
+        seq.due = self.clock + allowed + (_BATCH_DELAY if seq.options.priority == "batch" else 0)
         insort(self.waiting, seq, key=_urgency)
 
     def schedule(self) -> StepPlan:
@@ -111,7 +111,7 @@ class Scheduler:
         for seq in sorted((seq for seq in self.running if not seq.is_decoding), key=_urgency):
             if budget <= 0:
                 break
-            size = min(self._steady_chunk if seq.reproducible else budget, seq.num_uncomputed)
+            size = min(self.steady_chunk if seq.reproducible else budget, seq.num_uncomputed)
             if size > budget:            # of a fixed size and not fitting any more: next step
                 break
             budget -= size
@@ -154,11 +154,11 @@ class Scheduler:
             seq.leader, seq.patient = None, False
             return False
         if _urgency(seq) < _urgency(leader):
-            leader.due = seq.due         # it now reads for somebody more urgent than itself
+            leader.due = min(leader.due, seq.due)        # it now reads for somebody more urgent than itself
         return True
 
     def _multiple(self, seq: Sequence) -> int:
-        return self._steady_chunk if seq.reproducible else 1
+        return self.steady_chunk if seq.reproducible else 1
 
     def advance(self, seq: Sequence, count: int) -> None:
         """``count`` more of the sequence's tokens are in the KV."""
@@ -182,10 +182,11 @@ class Scheduler:
     def remove(self, seq: Sequence, *, keep: bool) -> None:
         """The sequence is over, wherever it was. ``keep`` leaves its KV as cache."""
         if seq.status is Status.RUNNING:
-            self._full = False
-            self.running.remove(seq)
             assert seq.slot is not None
             self._slots.release(seq.slot, seq.num_computed if keep else 0, keep=keep)
+            # Only now: were the backend's fault to lose it here, nobody would ever tell its client.
+            self._full = False
+            self.running.remove(seq)
             seq.slot = None
         else:
             self.waiting.remove(seq)

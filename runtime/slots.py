@@ -114,12 +114,10 @@ class SlotTable:
         if tidy:
             self._tidy(tokens, adapter, multiple)
         wanted = (len(tokens) - 1) // multiple * multiple
-        donor, shared = self._donor(tokens, wanted, adapter)
-        if self.persistence is not None and not tidy and self._restore(self.persistence, idle, tokens[:wanted], adapter, shared):
-            donor, shared = self._donor(tokens, wanted, adapter)
-        usable = self._backend.reusable(donor.index, donor.length, shared) if donor else 0
-        usable -= usable % multiple
-        miss = self._miss(donor, wanted, shared - shared % multiple, usable, adapter)
+        donor, usable, shared = self._donor(tokens, wanted, adapter, multiple)
+        if self.persistence is not None and not tidy and self._restore(self.persistence, idle, tokens[:wanted], adapter, usable):
+            donor, usable, shared = self._donor(tokens, wanted, adapter, multiple)
+        miss = self._miss(donor, wanted, shared, usable, adapter)
         target = self._target(idle, donor, usable)
         reused = self._fill(target, donor, usable, tokens)
         if reused < usable:
@@ -133,6 +131,8 @@ class SlotTable:
 
     def being_read(self, tokens: list[int], *, adapter: str | None = None, multiple: int = 1) -> BeingRead | None:
         """The running sequence whose own prompt shares the longest prefix with ``tokens`` beyond what is in the KV by now, if there is one."""
+        if not self._backend.info.can_copy_prefix:
+            return None
         wanted = (len(tokens) - 1) // multiple * multiple
         best: Slot | None = None
         there = coming = 0
@@ -246,16 +246,24 @@ class SlotTable:
         cells = self._backend.info.kv_cells
         return bool(cells) and self.used_tokens + tokens > cells and self.evict_idle()
 
-    def _donor(self, tokens: list[int], wanted: int, adapter: str | None) -> tuple[Slot | None, int]:
-        best, shared = None, 0
+    def _donor(self, tokens: list[int], wanted: int, adapter: str | None, multiple: int) -> tuple[Slot | None, int, int]:
+        """The slot that gives the longest prefix, how long that is, and how long any slot's would be if its window still held it."""
+        best: Slot | None = None
+        usable = longest = 0
         for slot in self.slots:
-            if slot.adapter != adapter:
+            if slot.adapter != adapter or (slot.owner is not None and not self._backend.info.can_copy_prefix):
                 continue
-            length = common_prefix(slot.tokens, tokens, min(wanted, slot.shareable))
+            shared = common_prefix(slot.tokens, tokens, min(wanted, slot.shareable))
+            shared -= shared % multiple
+            if not shared or shared < usable:
+                continue
+            longest = max(longest, shared)
+            held = self._backend.reusable(slot.index, slot.length, shared)
+            held -= held % multiple
             # On a tie the idle one, whose KV can be taken over instead of copied.
-            if length > shared or (length == shared and length and best is not None and best.owner is not None and slot.owner is None):
-                best, shared = slot, length
-        return best, shared
+            if best is None or held > usable or (held == usable and best.owner is not None and slot.owner is None):
+                best, usable = slot, held
+        return best, usable, longest
 
     def _target(self, idle: list[Slot], donor: Slot | None, usable: int) -> Slot:
         """The donor itself when it loses nothing by it or is the only choice; else an empty slot; else the least recently used."""
