@@ -67,6 +67,8 @@ class EngineCore:
         self.scheduler = Scheduler(self.slots, self.options)
         self.speculator = speculator
         self.counters = EngineCounters()
+        self.inside: set[Sequence] = set()               # every request from its submission, by whatever thread, to its end
+        self.overdue: EdgeInferError | None = None       # the step that runs now was given up: what its requests were told meanwhile
 
     @property
     def has_work(self) -> bool:
@@ -74,6 +76,7 @@ class EngineCore:
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence whose prompt is known to fit the context; whoever calls has counted it."""
+        self.inside.add(seq)
         self.scheduler.add(seq)
         if seq.params.max_tokens == 0:
             self._end(seq, Status.EXHAUSTED)
@@ -94,6 +97,8 @@ class EngineCore:
         began = time.perf_counter()
         result = self.backend.forward(plan)
         self._count(plan, time.perf_counter() - began)
+        if self.overdue is not None:                     # too late: nobody is to get another token, or a better end than the one they were told
+            raise self.overdue
         for chunk in plan.decodes:
             self._update(by_slot[chunk.slot], chunk, result)
         for chunk in plan.prefills:
@@ -103,12 +108,18 @@ class EngineCore:
 
     def fail_all(self, error: EdgeInferError) -> None:
         """Nothing can run any more: every sequence inside ends with ``error``."""
-        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+        self.fail_running(error)
+        for seq in list(self.scheduler.waiting):
+            self._fail(seq, error)
+
+    def fail_running(self, error: EdgeInferError) -> None:
+        """What is being computed ends with ``error``; who waits for a slot gets one."""
+        for seq in list(self.scheduler.running):
             self._fail(seq, error)
 
     def abandon(self, error: EdgeInferError) -> None:
         """Like `fail_all`, without touching a backend that can no longer be trusted to answer."""
-        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+        for seq in list(self.inside):
             self._account(seq, Status.FAILED)
             seq.emit(Failed(error, seq.usage(), seq.timings()))
         self.scheduler.running.clear()
@@ -119,11 +130,13 @@ class EngineCore:
 
     def close(self) -> None:
         """Save the conversations where that was asked for, end what is inside and free the backend."""
-        self._save_all()
-        self.fail_all(EngineClosed("The engine was closed while the request was running."))
-        if self.speculator is not None:
-            self.speculator.close()
-        self.backend.close()
+        try:
+            self._save_all()
+            self.fail_all(EngineClosed("The engine was closed while the request was running."))
+            if self.speculator is not None:
+                self.speculator.close()
+        finally:
+            self.backend.close()
 
     def _save_all(self) -> None:
         persistence = self.slots.persistence
@@ -260,6 +273,7 @@ class EngineCore:
     def _account(self, seq: Sequence, status: Status) -> None:
         seq.status = status
         seq.ended = time.perf_counter()
+        self.inside.discard(seq)
         if self.speculator is not None:
             self.speculator.forget(seq)
         counters = self.counters

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import BadRequest, UnsupportedModel
+from edgeinfer.errors import BadRequest, UnsupportedModel, UnsupportedParameter
 from edgeinfer.models.resolve import resolve
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
+from edgeinfer.runtime.draft_model import DraftModel
+from edgeinfer.runtime.prompt_lookup import PromptLookup
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.service import Engine
+from edgeinfer.runtime.speculative import Speculator
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """Guessing answers ahead; the text stays what it would be without."""
+
+    speculative: str = "off"             # "off", or "prompt_lookup": guess what followed the same words earlier in the conversation
+    draft_model: str | Path | None = None   # guess with a smaller model of the same vocabulary instead
+    draft_max: int = 15                  # tokens guessed ahead in one step
+
+    def __post_init__(self) -> None:
+        if self.speculative not in ("off", "prompt_lookup"):
+            raise BadRequest(f"speculative must be off or prompt_lookup, not {self.speculative!r}.")
+        if self.draft_model is not None and self.speculative != "off":
+            raise BadRequest("Give either a draft model or speculative=prompt_lookup, not both.")
 
 
 def load(
@@ -27,23 +46,38 @@ def load(
     model: a .gguf file, a name in the store, a catalogue name (``smollm2-135m``) or a hub id; the network is used only with ``offline=False``.
     chat_template: jinja source that replaces the model's own.
     progress: called with 0.0 .. 1.0 while weights load; return False to stop.
-    options: fields of `LlamaOptions` (ctx_size, parallel, threads, gpu_layers, cache_type_k, ...) and of `SchedulerOptions` (prefill_chunk, ...).
+    options: fields of `LlamaOptions` (ctx_size, parallel, threads, gpu_layers, cache_type_k, ...), of `SchedulerOptions` (prefill_chunk, ...) and of
+        `SpeculativeOptions`.
     Raises `ModelNotFound`, `ModelDamaged`, `OutOfMemory`, `BadRequest` and their kin.
     """
-    backend_options = _pick(LlamaOptions, options)
-    scheduler_options = _pick(SchedulerOptions, options)
+    backend_options, scheduler_options, speculative_options = _pick(LlamaOptions, options), _pick(SchedulerOptions, options), _pick(SpeculativeOptions, options)
     if options:
-        known = ", ".join(field.name for kind in (LlamaOptions, SchedulerOptions) for field in fields(kind))
+        known = ", ".join(field.name for kind in (LlamaOptions, SchedulerOptions, SpeculativeOptions) for field in fields(kind))
         raise BadRequest(f"Unknown option {sorted(options)[0]!r}; known are {known}.")
+    path = _gguf(model, offline)
+    draft_path = _gguf(speculative_options.draft_model, offline) if speculative_options.draft_model is not None else None
+    with ExitStack() as loaded:
+        backend = LlamaCppBackend(path, backend_options, progress=progress)
+        loaded.callback(backend.close)
+        speculator = None
+        if speculative_options.speculative == "prompt_lookup":
+            speculator = Speculator(PromptLookup(end_ids=backend.vocab.end_ids), max_draft=speculative_options.draft_max)
+        elif draft_path is not None:
+            draft = LlamaCppBackend(draft_path, replace(backend_options, ctx_size=backend.info.n_ctx, lora=(), cache_slots=0))
+            loaded.callback(draft.close)
+            speculator = Speculator(DraftModel(draft, backend), max_draft=speculative_options.draft_max)
+        if speculator is not None and not backend.info.can_copy_prefix:
+            raise UnsupportedParameter(f"{path.name} cannot take tokens back, which speculative decoding needs; load it without.")
+        engine = Engine(backend, chat_template=chat_template, options=scheduler_options, speculator=speculator)
+        loaded.pop_all()                                 # from here on the engine closes them
+    return engine
+
+
+def _gguf(model: str | Path, offline: bool) -> Path:
     found = resolve(str(model), offline=offline)
     if found.kind != "gguf":
         raise UnsupportedModel(f"{found.path} is a Hugging Face checkpoint, which the runtime does not open; convert it: edgeinfer convert {found.path} --to gguf-q4")
-    backend = LlamaCppBackend(found.path, backend_options, progress=progress)
-    try:
-        return Engine(backend, chat_template=chat_template, options=scheduler_options)
-    except BaseException:
-        backend.close()
-        raise
+    return found.path
 
 
 def _pick(kind: type, options: dict[str, Any]) -> Any:
