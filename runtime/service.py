@@ -2,100 +2,33 @@
 
 from __future__ import annotations
 
-import threading
+import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import BackendFailed, BadRequest, EdgeInferError, EngineBusy, EngineClosed, UnsupportedParameter
+from edgeinfer.errors import BadRequest, EdgeInferError, UnsupportedParameter
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.backend import Backend
 from edgeinfer.runtime.chat_format import encode_chat, encode_prompt
 from edgeinfer.runtime.context_policy import Fit, answer_limit, fit_chat, fit_prompt
 from edgeinfer.runtime.detokenizer import Detokenizer
 from edgeinfer.runtime.engine import EngineCore, EngineCounters
+from edgeinfer.runtime.health import EngineOptions, Health
+from edgeinfer.runtime.loop import EngineLoop
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.sequence import Sequence, Status
+from edgeinfer.runtime.stats import EngineStats, snapshot
 from edgeinfer.runtime.stream import Stream
 from edgeinfer.runtime.values import BackendInfo, Event, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.kv_spill import KVPersistence
     from edgeinfer.runtime.speculative import Speculator
-
-
-class _Loop:
-    """The one thread that owns the core and its native handles. Everyone else only leaves notes in its inbox.
-
-    It must not know `Engine`: an engine that its owner forgets is collected, and collecting it stops this thread.
-    """
-
-    def __init__(self, core: EngineCore):
-        self._core = core
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="edgeinfer-engine", daemon=True)
-        self._thread.start()
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the owner thread before its next step."""
-        with self._wake:
-            if self._closing:
-                raise EngineClosed("The engine is closed.")
-            self._inbox.append(action)
-            self._wake.notify()
-
-    def close(self) -> None:
-        """End every request, free the backend, and wait until it is freed."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._core.backend.abort()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        core = self._core
-        while True:
-            with self._wake:
-                idle = not (self._inbox or self._closing or core.has_work)
-            if idle:
-                core.backend.rest()
-            with self._wake:
-                while not (self._inbox or self._closing or core.has_work):
-                    self._wake.wait()
-                if idle and core.options.batch_wait_ms:
-                    self._wake.wait_for(lambda: self._closing, core.options.batch_wait_ms / 1e3)
-                actions = list(self._inbox)
-                self._inbox.clear()
-                closing = self._closing
-            for action in actions:
-                action()
-            if closing:
-                core.close()
-                return
-            try:
-                core.step()
-            except Exception as error:
-                self._survive(error)
-
-    def _survive(self, error: Exception) -> None:
-        """A fault of the native library, or of ours: nobody may wait for ever because of it, and the next request deserves a try."""
-        if not isinstance(error, EdgeInferError):
-            error = BackendFailed(f"The engine's step failed: {type(error).__name__}: {error}.")
-        try:
-            self._core.fail_all(error)
-        except Exception as again:
-            # Not even the clean-up works: the engine is over, and says so to those inside and to those who come.
-            with self._wake:
-                self._closing = True
-            self._core.abandon(BackendFailed(f"The engine failed and cannot go on: {error} ({again})"))
 
 
 class Engine:
@@ -113,17 +46,18 @@ class Engine:
         options: SchedulerOptions = SchedulerOptions(),
         speculator: Speculator | None = None,
         persistence: KVPersistence | None = None,
+        engine_options: EngineOptions = EngineOptions(),
     ):
         self.info: BackendInfo = backend.info
         self.vocab = backend.vocab
         self._options = options
         self._persistence = persistence
         self._chat_template_source = chat_template or backend.vocab.chat_template
-        self._submitting = threading.Lock()
+        self._started = time.monotonic()
         core = EngineCore(backend, options, speculator, persistence)
         self.counters: EngineCounters = core.counters
         self._core = core
-        self._loop = _Loop(core)
+        self._loop = EngineLoop(core, engine_options)
         # At interpreter exit too: a native compute must not be running while the process is taken apart.
         self._finalizer = weakref.finalize(self, self._loop.close)
 
@@ -161,9 +95,24 @@ class Engine:
     def closed(self) -> bool:
         return not self._finalizer.alive
 
+    @property
+    def health(self) -> Health:
+        """Whether it works, and if not, why. From any thread, at no cost."""
+        return self._loop.health()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of this moment. From any thread, without stopping the engine; after `close` the last ones."""
+        return snapshot(self._core, uptime_seconds=time.monotonic() - self._started, health=self.health)
+
     def close(self) -> None:
-        """End all requests with `EngineClosed` and free the model's memory before returning. Harmless when repeated."""
-        self._finalizer()
+        """End all requests with `EngineClosed` and free the model's memory before returning. Harmless when repeated.
+
+        Where a step hangs, this returns as soon as the step is overdue (`EngineOptions.step_timeout_s`), with a `RuntimeWarning`.
+        """
+        if self._finalizer.detach():
+            self._loop.close()
+        else:
+            self._loop.wait_closed()                     # another thread may have begun it
 
     def __enter__(self) -> Engine:
         return self
@@ -219,6 +168,8 @@ class Engine:
             target = reader()
             if target is not None:
                 target._put(event)
+            else:
+                cancel()
 
         sequence = Sequence(
             tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab), emit=emit,
@@ -229,16 +180,11 @@ class Engine:
         def cancel() -> None:
             try:
                 loop.post(lambda: core.cancel(sequence))
-            except EngineClosed:                         # closing ends it anyway
+            except EdgeInferError:                       # closed, or a step is overdue: it has ended or soon will
                 return
             if sequence.status is Status.RUNNING and not sequence.is_decoding:
                 core.backend.abort()                     # a prompt is being read: do not wait for the end of the chunk
 
-        with self._submitting:
-            inside = self.counters.inside
-            if inside >= self._options.max_waiting:
-                raise EngineBusy(f"{inside} requests are already queued or running; try again later.")
-            loop.post(lambda: core.submit(sequence))
-            self.counters.submitted += 1
+        loop.submit(sequence, max_waiting=self._options.max_waiting)
         stream._bind(sequence, cancel, self)
         return stream

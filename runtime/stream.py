@@ -28,16 +28,21 @@ class Stream:
         self._end: Finished | Failed | None = None
         self._wake: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._sequence: Sequence | None = None
-        self._cancel: Callable[[], None] = lambda: None
+        self._cancel: Callable[[], None] = _nothing
+        self._engine: object = None
 
     def _bind(self, sequence: Sequence, cancel: Callable[[], None], engine: object) -> None:
-        self._sequence = sequence
-        self._cancel = cancel
-        self._engine = engine                            # an engine lives as long as somebody reads from it
+        with self._changed:
+            self._sequence = sequence
+            if self._end is None:
+                self._cancel = cancel
+                self._engine = engine                    # an engine lives as long as somebody reads from it
 
     def _put(self, event: Event) -> None:
-        """Called by the engine's thread."""
+        """Called by the engine's thread, or by its watchdog's with an end; nothing comes after an end."""
         with self._changed:
+            if self._end is not None:
+                return
             self._events.append(event)
             if isinstance(event, TextDelta):
                 self._pieces.append(event.text)
@@ -53,6 +58,9 @@ class Stream:
                 loop.call_soon_threadsafe(_resolve, future)
             except RuntimeError:                         # the reader's event loop is gone, and so is the reader
                 self._cancel()
+        if self._end is not None:
+            # Outside the lock: this may be the last that is known of the engine, which closes then.
+            self._cancel, self._engine = _nothing, None
 
     # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -156,7 +164,12 @@ class Stream:
 
     def _raise_if_failed(self) -> None:
         if isinstance(self._end, Failed):
-            raise self._end.error
+            # Without the traceback of whoever raised it before: several streams may share one error.
+            raise self._end.error.with_traceback(None)
+
+
+def _nothing() -> None:
+    """How to cancel what has ended, or was never asked for."""
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
