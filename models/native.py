@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgeinfer.errors import ModelDamaged
+from edgeinfer.errors import Cancelled, ModelDamaged
 
 _recent_logs: deque[str] = deque(maxlen=400)
 _listeners: list[list[str]] = []
@@ -147,7 +147,7 @@ class NativeModel:
 
     vocab_only: load the tokenizer alone, no weights.
     no_alloc: check every tensor's name and shape without loading one; such a model computes nothing.
-    progress: called with 0.0 .. 1.0 while weights load; returning False cancels.
+    progress: called with 0.0 .. 1.0 while weights load; returning False stops, which raises `Cancelled`, and what it raises itself stops too.
     Raises `ModelDamaged` with llama.cpp's own reason. Callers check the header first (`edgeinfer.models.gguf_header`), since llama.cpp says little.
     """
 
@@ -168,10 +168,24 @@ class NativeModel:
         params.n_gpu_layers = gpu_layers
         # llama.cpp ends the process when asked to map a file and to allocate nothing.
         params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if mmap and not no_alloc else lib.LLAMA_LOAD_MODE_NONE
+        stopped: list[BaseException] = []
         if progress is not None:
-            params.progress_callback = lib.llama_progress_callback(lambda share, _user: bool(progress(share)))
+            # No exception passes through native code: it is kept until the native call has returned.
+            def report(share: float, _user: int) -> bool:
+                try:
+                    if progress(share) is False:
+                        stopped.append(Cancelled(f"Loading {path} was stopped."))
+                except BaseException as error:
+                    stopped.append(error)
+                return not stopped
+
+            params.progress_callback = lib.llama_progress_callback(report)
         with captured_logs() as lines:
             handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if stopped:
+            if handle:
+                lib.llama_model_free(handle)
+            raise stopped.pop()
         if not handle:
             reason = last_error(lines) or "llama.cpp gave no reason"
             raise ModelDamaged(f"llama.cpp cannot load {path}: {reason}.")
