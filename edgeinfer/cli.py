@@ -100,6 +100,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _model_options(p)
     _sampling_options(p)
 
+    p = command("bench", _bench, "Measure how fast a model is here: kernels, several sequences at once, and serving.")
+    p.add_argument("model", metavar="MODEL", help="a .gguf file, a store or catalogue name, or a hub id")
+    _bench_options(p)
+    _model_options(p)
+
     p = command("models", _models, "The models on this machine: list, show, pull, rm.")
     p.add_argument("action", choices=("list", "show", "pull", "rm"), nargs="?", default="list")
     p.add_argument("name", metavar="NAME", nargs="?", help="a model, for show, pull and rm")
@@ -145,6 +150,12 @@ def _sampling_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="-1 draws one")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="keep going past the end of the turn (for measuring)")
+
+
+def _bench_options(p: argparse.ArgumentParser) -> None:
+    from edgeinfer.runtime.bench.arguments import add_arguments
+
+    add_arguments(p)
 
 
 # ------------------------------------------------------------------------------------------------------ variables and the file
@@ -323,6 +334,13 @@ def _chat(args: argparse.Namespace) -> int:
     return run_chat(loader, title=model.name, params=params, system_prompt=args.system)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from edgeinfer.runtime.bench.command import run
+
+    with _Progress(show=str) as progress:
+        return run(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress)
+
+
 # -------------------------------------------------------------------------------------------------------------------- convert
 
 
@@ -341,7 +359,8 @@ def _convert(args: argparse.Namespace) -> int:
 class _Progress:
     """A bar on standard error, redrawn in place on a terminal; one line per stage elsewhere."""
 
-    def __init__(self, *, quiet: bool = False):
+    def __init__(self, *, quiet: bool = False, show: Callable[[int], str] | None = None):
+        self._show = show or _size                       # how amounts are written
         self._draw = sys.stderr.isatty() and not quiet
         self._quiet = quiet
         self._stage = ""
@@ -360,7 +379,7 @@ class _Progress:
             return
         if self._draw:
             filled = 30 * percent // 100
-            sys.stderr.write(f"\r\x1b[K{stage:<24.24} [{'█' * filled}{' ' * (30 - filled)}] {percent:3d} %  {_size(done)} of {_size(total)}")
+            sys.stderr.write(f"\r\x1b[K{stage:<24.24} [{'█' * filled}{' ' * (30 - filled)}] {percent:3d} %  {self._show(done)} of {self._show(total)}")
             sys.stderr.flush()
         elif stage != self._stage:
             print(f"{stage} ...", file=sys.stderr)
