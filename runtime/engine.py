@@ -104,7 +104,7 @@ class EngineCore:
         for chunk in plan.prefills:
             self._update(by_slot[chunk.slot], chunk, result)
         if result.no_room:
-            self._make_room()
+            self._make_room(len(by_slot))
 
     def fail_all(self, error: EdgeInferError) -> None:
         """Nothing can run any more: every sequence inside ends with ``error``."""
@@ -290,10 +290,10 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------------------------ pressure
 
-    def _make_room(self) -> None:
-        """The KV is full: idle cache goes first, then the youngest sequence waits. A full cache never fails a request that fits alone."""
-        if self.slots.evict_idle():
-            return
+    def _make_room(self, shared_by: int) -> None:
+        """The KV was too full for a step of ``shared_by`` sequences: idle cache goes first, then the youngest waits. Who fits alone never fails."""
+        if self.slots.evict_idle() or len(self.scheduler.running) < shared_by:
+            return                                       # one that ended in this very step has made room too
         preempted = self.scheduler.preempt_youngest()
         if preempted is not None:
             self.counters.preemptions += 1

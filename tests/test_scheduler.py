@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from engine_runs import Run
 
-from edgeinfer.errors import BadRequest
+from edgeinfer.errors import BackendFailed, BadRequest
 from edgeinfer.runtime import scheduler
 from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.sequence import Status
 from edgeinfer.runtime.service import Engine
-from edgeinfer.runtime.values import FinishReason, StepPlan, StepResult
+from edgeinfer.runtime.values import Failed, FinishReason, StepPlan, StepResult
 
 SYSTEM = "You are a helpful assistant. Be brief, now:"    # 43 tokens
 
@@ -548,3 +548,31 @@ def test_a_preempted_request_keeps_its_first_cache_report_and_comes_back_first()
     back = next(at for at, plan in enumerate(plans) if "| young" in plan)
     assert all("next" not in plan for plan in plans[:back])
     assert run["young"].end.reason is FinishReason.LENGTH and len(run["young"].text) == 20
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1])
+def test_who_had_no_room_beside_one_that_ended_in_the_same_step_goes_on(cache_bytes: int) -> None:
+    run = start(kv_cells=31, n_ctx=31, cache_bytes=cache_bytes)
+    run.add("a", "a" * 10, max_tokens=7)
+    run.add("b", "b" * 10, max_tokens=20)
+    said = run.finish()
+    assert said[:8] == ["| a10 b6", "a | b4", *["a b |"] * 5, "b |"]      # in the seventh step a took the last cell, and ended with it
+    assert [len(run[name].text) for name in "ab"] == [7, 20] and run.core.counters.preemptions == 0
+
+
+def test_a_fault_while_slots_are_released_loses_no_request() -> None:
+    run = start()
+    for name in "ab":
+        run.add(name, name * 4)
+    run.step()
+    truncate = run.backend.truncate
+
+    def broken(slot: int, length: int) -> bool:
+        run.backend.truncate = truncate
+        raise RuntimeError("the library is gone")
+
+    run.backend.truncate = broken
+    with pytest.raises(RuntimeError):
+        run.core.fail_all(BackendFailed("The step failed."))
+    run.core.fail_all(BackendFailed("The step failed."))
+    assert all(isinstance(run[name].end, Failed) for name in "ab") and run.core.counters.failed == 2 and not run.core.has_work
