@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,11 +36,12 @@ class Found(NamedTuple):
 class KVPersistence:
     """Saves and restores slots of one backend. All calls come from the engine's thread; ``notices`` may be read from any.
 
+    layout: what an export depends on that `BackendInfo` does not tell.
     adapters: identity (of the weights, with their scale) of each LoRA adapter; conversations with one that is not named are not saved.
     Raises `UnsupportedParameter` when the backend cannot export, or cannot say which model it runs.
     """
 
-    def __init__(self, backend: Backend, store: KVStore, *, adapters: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, backend: Backend, store: KVStore, *, layout: str = "", adapters: Mapping[str, str] = MappingProxyType({})):
         info = backend.info
         if not info.can_export or not info.fingerprint:
             raise UnsupportedParameter(f"Conversations of {info.model} cannot be saved: this engine cannot export their KV; load it without kv_cache_dir.")
@@ -49,7 +51,7 @@ class KVPersistence:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="edgeinfer-kv")
         self._pending: list[tuple[Future[bool], int]] = []
         self._adapters = adapters
-        self._key = key_of(info)
+        self._key = key_of(info, layout)
         self._only_whole: set[str] = set()               # files whose KV cannot be cut back to fewer tokens
         self._refused: set[str] = set()                  # files that this backend did not take
         self._notices: tuple[str, ...] = ()
@@ -148,15 +150,15 @@ class KVPersistence:
         if adapter is None:
             return self._key
         identity = self._adapters.get(adapter)
-        return None if identity is None else key_of(self._backend.info, identity)
+        return None if identity is None else replace(self._key, adapter=identity)
 
     def _notice(self, text: str) -> None:
         if text not in self._notices:
             self._notices = (*self._notices, text)[-20:]
 
 
-def key_of(info: BackendInfo, adapter: str | None = None) -> KVKey:
-    """What a KV of this backend depends on beside its tokens. ``adapter``: identity of the LoRA adapter's weights."""
+def key_of(info: BackendInfo, layout: str = "") -> KVKey:
+    """What a KV of this backend and the base model depends on beside its tokens."""
     library = _LIBRARY.get(info.engine, "")
     version = f"{library} {importlib.metadata.version(library)}" if library else info.engine
-    return KVKey(model=info.fingerprint, kv_type=info.kv_type, adapter=adapter, layout=info.engine, library=version)
+    return KVKey(model=info.fingerprint, kv_type=info.kv_type, layout=layout, library=version)

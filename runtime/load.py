@@ -13,6 +13,8 @@ from edgeinfer.models.resolve import resolve
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
 from edgeinfer.runtime.draft_model import DraftModel
 from edgeinfer.runtime.health import EngineOptions
+from edgeinfer.runtime.kv_spill import KVPersistence
+from edgeinfer.runtime.kv_store import KVStore, KVStoreOptions
 from edgeinfer.runtime.prompt_lookup import PromptLookup
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.service import Engine
@@ -48,16 +50,18 @@ def load(
     chat_template: jinja source that replaces the model's own.
     progress: called with 0.0 .. 1.0 while weights load; return False to stop, which raises `Cancelled`. What it raises itself stops too.
     options: fields of `LlamaOptions` (ctx_size, parallel, threads, gpu_layers, cache_type_k, ...), of `SchedulerOptions` (prefill_chunk, ...), of
-        `SpeculativeOptions` and of `EngineOptions` (step_timeout_s).
+        `SpeculativeOptions`, of `KVStoreOptions` (kv_cache_dir, kv_cache_bytes) and of `EngineOptions` (step_timeout_s).
     Raises `ModelNotFound`, `ModelDamaged`, `OutOfMemory`, `BadRequest` and their kin.
     """
     backend_options, scheduler_options, speculative_options = _pick(LlamaOptions, options), _pick(SchedulerOptions, options), _pick(SpeculativeOptions, options)
-    engine_options = _pick(EngineOptions, options)
+    store_options, engine_options = _pick(KVStoreOptions, options), _pick(EngineOptions, options)
     if options:
-        known = ", ".join(field.name for kind in (LlamaOptions, SchedulerOptions, SpeculativeOptions, EngineOptions) for field in fields(kind))
+        kinds = (LlamaOptions, SchedulerOptions, SpeculativeOptions, KVStoreOptions, EngineOptions)
+        known = ", ".join(field.name for kind in kinds for field in fields(kind))
         raise BadRequest(f"Unknown option {sorted(options)[0]!r}; known are {known}.")
     path = _gguf(model, offline)
     draft_path = _gguf(speculative_options.draft_model, offline) if speculative_options.draft_model is not None else None
+    store = KVStore(store_options.kv_cache_dir, max_bytes=store_options.kv_cache_bytes) if store_options.kv_cache_dir is not None else None
     with ExitStack() as loaded:
         backend = LlamaCppBackend(path, backend_options, progress=progress)
         loaded.callback(backend.close)
@@ -70,7 +74,12 @@ def load(
             speculator = Speculator(DraftModel(draft, backend), max_draft=speculative_options.draft_max)
         if speculator is not None and not backend.info.can_copy_prefix:
             raise UnsupportedParameter(f"{path.name} cannot take tokens back, which speculative decoding needs; load it without.")
-        engine = Engine(backend, chat_template=chat_template, options=scheduler_options, speculator=speculator, engine_options=engine_options)
+        persistence = None
+        if store is not None:
+            persistence = KVPersistence(backend, store, layout=backend.kv_layout, adapters=backend.adapter_identities)
+        engine = Engine(
+            backend, chat_template=chat_template, options=scheduler_options, speculator=speculator, persistence=persistence, engine_options=engine_options,
+        )
         loaded.pop_all()                                 # from here on the engine closes them
     return engine
 
