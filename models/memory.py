@@ -7,8 +7,11 @@ for the dense architectures of `edgeinfer.models.families` (tests hold SmolLM2-1
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,7 @@ class _Shape:
     intermediate: int
     heads: int
     kv_rows: tuple[tuple[int, int], ...]                 # values in a row of (K, V), layer by layer
+    head_dims: tuple[int, int]                           # values of one head in a row of (K, V)
     windowed: tuple[bool, ...]
     window: int
 
@@ -73,9 +77,10 @@ def estimate(
     n_outputs: int | None = None,
     flash_attention: bool = True,
     swa_full: bool = True,
+    kv_unified: bool = True,
     weight_type: str = "F16",
 ) -> MemoryEstimate:
-    """Memory of ``source`` loaded with a context of ``ctx`` tokens that ``n_seq`` sequences share.
+    """Memory of ``source`` loaded with a context of ``ctx`` tokens that ``n_seq`` sequences share (not ``kv_unified``: of which each has its part).
 
     n_outputs: rows of logits one step may return (llama.cpp's default: n_ubatch). swa_full: sliding-window layers keep the whole context, as
     llama.cpp does unless told otherwise. weight_type: for a `ModelSpec`, the type its matrices will have. Raises `BadRequest` for impossible
@@ -85,7 +90,8 @@ def estimate(
         if value < 1:
             raise BadRequest(f"{name} must be 1 or more, not {value}.")
     shape = _shape(source)
-    cells = _padded(ctx)
+    visible = _padded(ctx if kv_unified else -(-ctx // n_seq))
+    cells = visible if kv_unified else visible * n_seq
     n_ubatch = min(n_ubatch, ctx)
     window_cells = _padded(min(cells, shape.window * n_seq + n_ubatch))
     per_layer = _layer_bytes(shape, kv_type_k, kv_type_v)
@@ -105,10 +111,58 @@ def estimate(
     return MemoryEstimate(
         weights=weights,
         kv=kv,
-        compute=_compute(shape, cells, n_ubatch, outputs, flash_attention),
+        compute=_compute(shape, visible, n_ubatch, outputs, flash_attention),
         kv_bytes_per_token=sum(per_layer),
         notes=tuple(notes),
     )
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size as users write it: a number of bytes, "512MiB", "2G" (both of 1024), "1.5GB" (of 1000). Raises `BadRequest`."""
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    match = _BYTES.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or (match[3] and not match[2]):
+        raise BadRequest(f"{text!r} is no amount of memory; write bytes or something like 512MiB or 2GiB.")
+    decimal = match[2] and match[4] and not match[3]
+    size = int(float(match[1]) * (1000 if decimal else 1024) ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise BadRequest(f"{text!r} is no amount of memory; write bytes or something like 512MiB or 2GiB.")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """For people: "1.3 GiB", "512 MiB"."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            value = size / (1 << power)
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def available_memory() -> int:
+    """Bytes this process can still get without anybody swapping: what the system has available, or its control group (a container) allows."""
+    import psutil
+
+    return min(int(psutil.virtual_memory().available), _group_memory(Path("/sys/fs/cgroup")))
+
+
+def _group_memory(root: Path) -> int:
+    """Bytes that the control group at ``root`` may still take; what its file cache holds can be taken back."""
+    rooms = [sys.maxsize]
+    for limit, usage, cache in (("memory.max", "memory.current", "inactive_file"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")):
+        try:
+            allowed, used = (root / limit).read_text().strip(), int((root / usage).read_text())
+            stat = (root / limit).with_name("memory.stat").read_text()
+        except (OSError, ValueError):
+            continue
+        if allowed.isdigit():
+            held = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+            rooms.append(max(0, int(allowed) - used + (int(held[1]) if held else 0)))
+    return min(rooms)
 
 
 def _padded(tokens: int) -> int:
@@ -125,10 +179,9 @@ def _compute(shape: _Shape, cells: int, n_ubatch: int, outputs: int, flash: bool
 
 def _layer_bytes(shape: _Shape, type_k: str, type_v: str) -> list[int]:
     k, v = kv_type(type_k), kv_type(type_v)
-    for kind, sizes in ((k, {row[0] for row in shape.kv_rows}), (v, {row[1] for row in shape.kv_rows})):
-        for size in sizes:
-            if size % kind.block:
-                raise BadRequest(f"This model's KV rows have {size} values, and the KV cache type {kind.name.lower()} stores {kind.block} at a time.")
+    for flag, kind, size in (("-ctk", k, shape.head_dims[0]), ("-ctv", v, shape.head_dims[1])):
+        if size % kind.block:                            # attention reads a row head by head
+            raise BadRequest(f"This model's heads have {size} values, and the KV cache type {kind.name.lower()} stores {kind.block} at a time; use {flag} f16.")
     return [k.nbytes(row_k) + v.nbytes(row_v) for row_k, row_v in shape.kv_rows]
 
 
@@ -151,6 +204,7 @@ def _shape(source: GGUFHeader | ModelSpec) -> _Shape:
         intermediate=source.intermediate,
         heads=source.heads,
         kv_rows=((row, row),) * source.layers,
+        head_dims=(source.head_dim, source.head_dim),
         windowed=source.window_layers or (False,) * source.layers,
         window=source.sliding_window or 0,
     )
@@ -188,6 +242,7 @@ def _gguf_shape(header: GGUFHeader) -> _Shape:
         intermediate=max(per_layer("feed_forward_length", 0)),
         heads=max(heads),
         kv_rows=tuple((count * k, count * v) for count in groups),
+        head_dims=(k, v),
         windowed=_window_layers(header, layers, window),
         window=window,
     )

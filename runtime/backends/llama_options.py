@@ -7,10 +7,13 @@ import re
 from dataclasses import dataclass
 
 from edgeinfer.errors import BadRequest, DeviceUnavailable
+from edgeinfer.models.ggml_types import TYPES
 from edgeinfer.models.memory import KV_TYPES
 from edgeinfer.models.native import llama
 
 DEFAULT_CONTEXT = 8192
+SHIFTABLE = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")     # types of K whose rotation llama.cpp can change
+SPARE = 1                                                # sequence ids beyond the slots, for work within a shared KV cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class LlamaOptions:
     cache_type_v: str = "f16"
     flash_attn: str = "auto"             # "auto", "on", "off"
     mmap: bool = True
+    lora: tuple[str, ...] = ()           # adapters that requests may name: [NAME=]PATH[:SCALE] each
+    max_memory: str | int | None = None  # of weights, KV cache and compute buffers: bytes or "2GiB"
 
     @property
     def slots(self) -> int:
@@ -52,9 +57,9 @@ def check_options(options: LlamaOptions) -> None:
     for name, low in lowest.items():
         if getattr(options, name) < low:
             raise BadRequest(f"{name} must be at least {low}, not {getattr(options, name)}.")
-    most = llama().llama_max_parallel_sequences()
+    most = llama().llama_max_parallel_sequences() - SPARE
     if options.slots > most:
-        raise BadRequest(f"llama.cpp holds at most {most} sequences; parallel and cache_slots together ask for {options.slots}.")
+        raise BadRequest(f"llama.cpp can hold {most} conversations; parallel and cache_slots together ask for {options.slots}.")
 
 
 def flash_attention(options: LlamaOptions, notices: list[str]) -> int:
@@ -94,7 +99,7 @@ def gpu_layers(options: LlamaOptions, notices: list[str]) -> int:
 
 def ggml_type(name: str) -> int:
     """ggml's number of a KV cache type."""
-    return int(getattr(llama(), f"GGML_TYPE_{name.upper()}"))
+    return next(number for number, kind in TYPES.items() if kind.name == name.upper())
 
 
 def usable_cores() -> int:

@@ -10,19 +10,24 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import BackendFailed, BadRequest, OutOfMemory
+from edgeinfer.errors import BackendFailed, OutOfMemory
+from edgeinfer.models.fingerprint import fingerprint
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.memory import kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function, release_compute_threads
 from edgeinfer.runtime.backends.llama_batch import Batch, Group, groups
-from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, LlamaOptions, check_options, flash_attention, ggml_type, gpu_layers, usable_cores
+from edgeinfer.runtime.backends.llama_lora import Adapters, check_adapter, parse_lora
+from edgeinfer.runtime.backends.llama_memory import check_memory, context_size, kv_cells, long_rope, output_rows, sequences
+from edgeinfer.runtime.backends.llama_options import SHIFTABLE, LlamaOptions, check_options, flash_attention, ggml_type, gpu_layers, usable_cores
+from edgeinfer.runtime.backends.llama_state import SharedCells, layout_digest, read_slot, seal, sealed_tokens, write_slot
 from edgeinfer.runtime.backends.llama_vocab import LlamaVocab
-from edgeinfer.runtime.values import BackendInfo, StepPlan, StepResult
+from edgeinfer.runtime.values import BackendInfo, Chunk, StepPlan, StepResult
 
 __all__ = ["LlamaCppBackend", "LlamaOptions"]
 
@@ -33,44 +38,53 @@ class LlamaCppBackend:
     """One model, one context. Everything but `abort` belongs to the thread that runs `forward`."""
 
     def __init__(self, path: Path, options: LlamaOptions = LlamaOptions(), *, progress: Callable[[float], bool] | None = None):
-        header = read_header(path)                       # llama.cpp says little about damaged files; this says what and where
+        # llama.cpp says little about damaged files and ends the process over some: all that can be checked is, before it sees any.
+        header = read_header(path)
         notices: list[str] = []
         check_options(options)
-        flash = flash_attention(options, notices)
-        self._model = NativeModel(path, gpu_layers=gpu_layers(options, notices), mmap=options.mmap, progress=progress)
+        adapters = parse_lora(options.lora)
+        adapter_headers = [check_adapter(spec, header) for spec in adapters]
+        flash, layers = flash_attention(options, notices), gpu_layers(options, notices)
+        self._n_ctx = context_size(header, options, notices)
+        check_memory(header, options, self._n_ctx, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
+        self._unified = options.kv_unified
+        self._spare = options.slots
+        self._model = NativeModel(path, gpu_layers=layers, mmap=options.mmap, progress=progress)
+        self._adapters = Adapters(self._model, (), ())
         try:
-            self._context = self._make_context(header, options, flash)
+            self._adapters = Adapters(self._model, adapters, adapter_headers)
+            self._context = self._make_context(options, flash)
         except BaseException:
+            self._adapters.close()
             self._model.close()
             raise
         lib = llama()
-        trained = lib.llama_model_n_ctx_train(self._model.handle)
-        if self._n_ctx > trained > 0:
-            notices.append(f"A context of {self._n_ctx:,} tokens was asked for; this model was trained for {trained:,}, and answers get worse beyond.")
         self._memory = lib.llama_get_memory(self._context)
+        self._window = lib.llama_model_n_swa(self._model.handle)
         self.vocab = LlamaVocab(self._model, header)
         self.info = self._describe(header, options, notices)
+        self._layout = layout_digest(self.info.fingerprint, self.info.kv_type, long_rope(header, self._n_ctx))
         self._batch = Batch(self.info.max_batch)
         self._n_vocab = self._model.n_vocab
         self._get_logits = native_function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
         self._decode = lib.llama_decode
         self._views: dict[tuple[int, int], tuple[np.ndarray, list[np.ndarray]]] = {}
+        self._shared = SharedCells()
+        self._copying = False                            # a copy between streams waits for the next decode
+        self._running = False
+        self._abort_lock = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------------------- loading
 
-    def _make_context(self, header: GGUFHeader, options: LlamaOptions, flash: int) -> int:
+    def _make_context(self, options: LlamaOptions, flash: int) -> int:
         lib = llama()
-        trained = lib.llama_model_n_ctx_train(self._model.handle)
-        self._n_ctx = options.ctx_size or min(trained, DEFAULT_CONTEXT)
-        cells = options.kv_size or self._n_ctx
-        if cells < self._n_ctx:
-            raise BadRequest(f"The KV cache of {cells} tokens is smaller than the context of {self._n_ctx}; raise it or lower --ctx-size.")
+        cells = kv_cells(options, self._n_ctx)
         threads = options.threads or usable_cores()
         params = lib.llama_context_default_params()
-        params.n_ctx = cells if options.kv_unified else self._n_ctx * options.slots
-        params.n_batch = min(options.batch_size, cells)
+        params.n_ctx = cells
+        params.n_batch = min(options.batch_size, options.kv_size or self._n_ctx)
         params.n_ubatch = min(options.ubatch_size, params.n_batch)
-        params.n_seq_max = options.slots
+        params.n_seq_max = sequences(options)
         params.n_threads = threads
         params.n_threads_batch = options.threads_batch or threads
         params.type_k = ggml_type(options.cache_type_k)
@@ -79,7 +93,7 @@ class LlamaCppBackend:
         params.kv_unified = options.kv_unified
         # A row for every sequence and every drafted token; the default reserves one a token of a ubatch: 80 MB for SmolLM2. llama.cpp ends the
         # process when asked for more, and when this is less than n_seq_max.
-        params.n_outputs_max = max(options.slots, options.parallel + options.max_draft_rows)
+        params.n_outputs_max = output_rows(options)
         params.no_perf = True
         # llama.cpp asks this callback once per graph node, about 700 times a token. A Python callback would take the GIL each time; strlen, given
         # a buffer that holds "" or "x", answers 0 or 1 in native code.
@@ -112,14 +126,18 @@ class LlamaCppBackend:
             n_ctx_train=lib.llama_model_n_ctx_train(model.handle),
             max_slots=options.slots,
             max_seqs=options.parallel,
-            max_logits=min(max(options.slots, options.parallel + options.max_draft_rows), lib.llama_n_batch(self._context)),
+            max_logits=min(output_rows(options), lib.llama_n_batch(self._context)),
             kv_cells=lib.llama_n_ctx(self._context),
             max_batch=lib.llama_n_batch(self._context),
             kv_type=k if k == v else f"{k}/{v}",
             kv_bytes_per_token=kv_bytes_per_token(header, type_k=k, type_v=v),
             weight_bytes=lib.llama_model_size(model.handle),
             can_copy_prefix=not lib.llama_model_is_recurrent(model.handle),
-            can_shift=bool(lib.llama_memory_can_shift(self._memory)),
+            shared_cells=options.kv_unified,
+            fingerprint=fingerprint(header),
+            adapters=self._adapters.names,
+            can_shift=bool(lib.llama_memory_can_shift(self._memory)) and k in SHIFTABLE,
+            can_export=True,
             layers_offloaded=on_gpu,
             layers=layers,
             system=(lib.llama_print_system_info() or b"").decode("utf-8", "replace").strip(),
@@ -129,8 +147,15 @@ class LlamaCppBackend:
     # ------------------------------------------------------------------------------------------------------------- stepping
 
     def forward(self, plan: StepPlan) -> StepResult:
-        self._abort_flag.value = b""
-        queue = groups(plan)
+        with self._abort_lock:
+            self._running = True
+        try:
+            return self._forward(groups(plan, self._adapters.current))
+        finally:
+            with self._abort_lock:
+                self._running, self._abort_flag.value = False, b""
+
+    def _forward(self, queue: list[Group]) -> StepResult:
         logits: dict[int, np.ndarray] = {}
         no_room: list[int] = []
         aborted: list[int] = []
@@ -141,21 +166,30 @@ class LlamaCppBackend:
                 continue
             if len(group) > 1 or len(group[0].tokens) > 1:
                 self._check(group)
+            adapter = group[0].adapter
+            if adapter != self._adapters.current:
+                if adapter is not None and adapter not in self._adapters.names:
+                    failed |= {chunk.slot: f"There is no adapter {adapter!r}; known are {', '.join(self._adapters.names) or 'none'}." for chunk in group}
+                    continue
+                self._adapters.select(self._context, adapter)
             self._batch.fill(group)
             status = self._decode(self._context, self._batch.native)
+            self._copying = False
             if status == _OK:
                 # The native rows are overwritten by the next call of this step that wants logits, if there is one.
                 logits |= self._rows(group, copy=any(chunk.n_logits for later in queue[index + 1 :] for chunk in later))
                 continue
-            slots = [chunk.slot for chunk in group]
             for chunk in group:                          # whatever part of the batch went in must go out again
-                llama().llama_memory_seq_rm(self._memory, chunk.slot, chunk.start, -1)
+                self.truncate(chunk.slot, chunk.start)
+            slots = [chunk.slot for chunk in group]
             if status == _NO_ROOM:
                 no_room += slots
             elif status == _ABORTED:
                 aborted += slots
+            elif len(group) > 1:                         # one of them did it: find out which, so that the others do not suffer
+                queue[index + 1 : index + 1] = [(chunk,) for chunk in group]
             else:
-                failed |= {slot: f"llama.cpp failed to compute a step (llama_decode returned {status})." for slot in slots}
+                failed[slots[0]] = f"llama.cpp failed to compute a step (llama_decode returned {status})."
         return StepResult(logits, tuple(no_room), tuple(aborted), failed)
 
     def _check(self, group: Group) -> None:
@@ -198,24 +232,100 @@ class LlamaCppBackend:
         # Between streams llama.cpp copies whole sequences only (a part of one ends the process); unified cells are shared, so all of it costs nothing.
         llama().llama_memory_seq_cp(self._memory, src, dst, -1, -1)
         llama().llama_memory_seq_rm(self._memory, dst, length, -1)
+        if self._unified:
+            self._shared.copied(src, dst, length)
+        else:
+            self._copying = True
 
     def truncate(self, slot: int, length: int) -> bool:
-        return bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
+        done = bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
+        if done:
+            self._shared.cut(slot, length)
+        return done
 
     def reusable(self, slot: int, length: int, wanted: int) -> int:
-        # A sliding window that dropped early cells leaves a hole at the start; the prefix is then not all there.
-        return min(length, wanted) if llama().llama_memory_seq_pos_min(self._memory, slot) == 0 else 0
+        kept, first = min(length, wanted), llama().llama_memory_seq_pos_min(self._memory, slot)
+        # A sliding window that dropped early cells leaves a hole at the start: fine while the next token does not look into it.
+        return kept if first == 0 or 0 < first <= kept - self._window + 1 else 0
+
+    def shift(self, slot: int, keep: int, drop: int) -> None:
+        if not self.info.can_shift:
+            raise BackendFailed(f"The memory of {self.info.model} cannot shift; start over with a shorter conversation.")
+        if self._shared.of(slot) > keep + drop:
+            self._own(slot, keep + drop, self._shared.of(slot))
+        llama().llama_memory_seq_rm(self._memory, slot, keep, keep + drop)
+        llama().llama_memory_seq_add(self._memory, slot, keep + drop, -1, -drop)
+        self._shared.cut(slot, keep)
+        self._settle(slot)
+
+    @property
+    def kv_layout(self) -> str:
+        """What the bytes of `export_slot` depend on beside tokens and adapter; KV of another layout is not taken."""
+        return self._layout.hex()
+
+    @property
+    def adapter_identities(self) -> Mapping[str, str]:
+        """Of each adapter, what its weights and its scale are known by."""
+        return self._adapters.identities
+
+    def export_slot(self, slot: int) -> bytes:
+        if self._copying:
+            self._settle(slot)
+        state = read_slot(self._context, slot)
+        if not state:
+            raise BackendFailed(f"llama.cpp did not save the KV of slot {slot}.")
+        return seal(state, self._layout, llama().llama_memory_seq_pos_max(self._memory, slot) + 1)
+
+    def import_slot(self, slot: int, data: bytes) -> bool:
+        tokens = sealed_tokens(data, self._layout)
+        if tokens is None or tokens > self._n_ctx:
+            return False
+        if self._copying:                                # the slot may be what a copy is still to be made of
+            self._settle(slot)
+        if write_slot(self._context, slot, data) and llama().llama_memory_seq_pos_max(self._memory, slot) + 1 == tokens:
+            return True
+        self.truncate(slot, 0)
+        return False
+
+    def _own(self, slot: int, start: int, end: int) -> None:
+        """Give the slot cells of its own for tokens ``start .. end``, which it shares with others. Nothing has changed when there is no room."""
+        lib, spare = llama(), self._spare
+        lib.llama_memory_seq_cp(self._memory, slot, spare, start, end)
+        state = read_slot(self._context, spare)
+        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
+        done = bool(state) and write_slot(self._context, spare, state)
+        if done:
+            lib.llama_memory_seq_rm(self._memory, slot, start, end)
+            lib.llama_memory_seq_cp(self._memory, spare, slot, -1, -1)
+        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
+        if not done:
+            raise BackendFailed(f"The KV cache has no room for {end - start:,} tokens that slot {slot} shares with others and was to move.")
+        self._shared.cut(slot, start)
+
+    def _settle(self, slot: int) -> None:
+        """Let llama.cpp do now what it puts off until the next decode: moving keys to new positions and copying streams.
+
+        Until then the KV is not what a reader of its bytes takes it for, and an abort in the middle would leave some layers moved and others not.
+        """
+        end = llama().llama_memory_seq_pos_max(self._memory, slot) + 1
+        self._batch.fill((Chunk(slot, end, (0,), 0),))
+        self._decode(self._context, self._batch.native)  # without room for the token, the work was done all the same
+        llama().llama_memory_seq_rm(self._memory, slot, end, -1)
+        self._copying = False
 
     def rest(self) -> None:
         release_compute_threads()
 
     def abort(self) -> None:
-        self._abort_flag.value = b"x"
+        with self._abort_lock:
+            if self._running:
+                self._abort_flag.value = b"x"
 
     def close(self) -> None:
         if self._context:
             llama().llama_free(self._context)
             self._context = 0
+            self._adapters.close()
             self._model.close()
 
 

@@ -1,0 +1,98 @@
+"""How large a context is made, and whether it fits: decided from the header and the options, before llama.cpp is asked for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgeinfer.errors import BadRequest, OutOfMemory
+from edgeinfer.models.gguf_header import GGUFHeader
+from edgeinfer.models.memory import CELLS, MemoryEstimate, available_memory, estimate, format_bytes, parse_bytes
+from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, SPARE, LlamaOptions
+
+
+def context_size(header: GGUFHeader, options: LlamaOptions, notices: list[str]) -> int:
+    """Positions one sequence may use."""
+    said = header.get("context_length")
+    trained = said if isinstance(said, int) and said > 0 else DEFAULT_CONTEXT
+    n_ctx = options.ctx_size or min(trained, DEFAULT_CONTEXT)
+    if n_ctx > trained:
+        notices.append(f"A context of {n_ctx:,} tokens was asked for; this model was trained for {trained:,}, and answers get worse beyond.")
+    return n_ctx
+
+
+def kv_cells(options: LlamaOptions, n_ctx: int) -> int:
+    """Tokens that all sequences together hold."""
+    if not options.kv_unified:
+        if options.kv_size:
+            raise BadRequest("kv_size is the size of a shared KV cache (kv_unified); without one every sequence has --ctx-size tokens.")
+        return n_ctx * options.slots
+    cells = options.kv_size or n_ctx
+    if cells < n_ctx:
+        raise BadRequest(f"The KV cache of {cells} tokens is smaller than the context of {n_ctx}; raise it or lower --ctx-size.")
+    return cells
+
+
+def sequences(options: LlamaOptions) -> int:
+    """llama.cpp's n_seq_max."""
+    return options.slots + (SPARE if options.kv_unified else 0)
+
+
+def output_rows(options: LlamaOptions) -> int:
+    """Rows of logits one native call may return: for every sequence and every drafted token, and never fewer than n_seq_max."""
+    return max(sequences(options), options.parallel + options.max_draft_rows)
+
+
+def long_rope(header: GGUFHeader, n_ctx: int) -> bool:
+    """Whether positions are rotated by the factors for long contexts, which models that have two sets choose by the size of the context."""
+    original = header.get("rope.scaling.original_context_length")
+    return "rope_factors_long.weight" in header.tensors and isinstance(original, int) and n_ctx > original
+
+
+def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_layers: int, adapter_bytes: int, notices: list[str]) -> MemoryEstimate:
+    """The memory that loading will take. Raises `OutOfMemory` when that is more than ``max_memory`` or than this machine can give."""
+
+    def needed(ctx: int) -> MemoryEstimate:
+        at_ctx = replace(options, ctx_size=ctx, kv_size=options.kv_size if ctx == n_ctx else 0)
+        found = estimate(
+            header,
+            ctx=kv_cells(at_ctx, ctx),
+            n_seq=sequences(options),
+            kv_type_k=options.cache_type_k,
+            kv_type_v=options.cache_type_v,
+            n_ubatch=min(options.ubatch_size, options.batch_size),
+            n_outputs=output_rows(options),
+            flash_attention=options.flash_attn != "off",
+            kv_unified=options.kv_unified,
+        )
+        return replace(found, weights=found.weights + adapter_bytes)
+
+    need = needed(n_ctx)
+    if options.max_memory is not None:
+        budget = parse_bytes(options.max_memory)
+        if need.total > budget:
+            raise OutOfMemory(_refusal(header, need, n_ctx, f"max_memory allows {format_bytes(budget)}", lambda ctx: needed(ctx).total <= budget))
+    if gpu_layers == 0:
+        available = available_memory()
+        # Mapped weights are the file's pages in the system's cache, which can be dropped and read again: slow, but no reason to refuse.
+        certain = 0 if options.mmap else need.weights
+        if certain + need.kv + need.compute > available:
+            fits = f"this machine has {format_bytes(available)} available"
+            raise OutOfMemory(_refusal(header, need, n_ctx, fits, lambda ctx: certain + needed(ctx).kv + needed(ctx).compute <= available))
+        if need.total > available:
+            notices.append(
+                f"The weights, {format_bytes(need.weights)}, do not fit beside the KV cache into the {format_bytes(available)} of memory that are available: expect them "
+                "to be read from disk again and again."
+            )
+    return need
+
+
+def _refusal(header: GGUFHeader, need: MemoryEstimate, n_ctx: int, limit: str, fits: Callable[[int], bool]) -> str:
+    smaller = n_ctx // 2
+    while smaller >= CELLS and not fits(smaller):
+        smaller //= 2
+    way_out = f"--ctx-size {smaller} would fit" if smaller >= CELLS else "no context would fit: take a smaller model or a smaller quantisation"
+    return (
+        f"{header.path.name} needs {format_bytes(need.total)} (weights {format_bytes(need.weights)}, KV cache {format_bytes(need.kv)} for a context of {n_ctx:,} tokens, "
+        f"compute buffers {format_bytes(need.compute)}), and {limit}; {way_out}, and a smaller KV type (-ctk q8_0 -ctv q8_0) halves the KV cache."
+    )
