@@ -65,7 +65,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
         yield f"{scenario.name} output", Figure(scenario.output_tokens_per_second, "tok/s", True)
         yield f"{scenario.name} failed", Figure(scenario.failed, "requests", False)
         for kind, found in scenario.kinds.items():
-            name = scenario.name if len(scenario.kinds) == 1 else f"{scenario.name} {kind}"
+            name = scenario.label(kind)
             for label, spread in (("TTFT", found.ttft_ms), ("ITL", found.itl_ms), ("latency", found.latency_ms)):
                 yield from _of_spread(f"{name} {label}", spread)
             yield f"{name} cached", Figure(found.cached_tokens_mean, "tokens", True)

@@ -21,7 +21,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; bac
 dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; } svg { width: 100%; height: auto; margin: .4rem 0; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
-text { fill: var(--ink); font: 13px system-ui, sans-serif; } .n { text-anchor: end; } .m { text-anchor: middle; } .grid { stroke: var(--rule); }
+text { fill: var(--ink); font: 13px system-ui, sans-serif; } .v { text-anchor: start; } .n { text-anchor: end; } .m { text-anchor: middle; } .grid { stroke: var(--rule); }
 .a { fill: var(--c0); } .b { fill: var(--c2); } .l0 { fill: var(--c0); } .l1 { fill: var(--c0); opacity: .5; } .l2 { fill: var(--c0); opacity: .25; }
 .s0 { fill: var(--c0); opacity: .35; } .s1 { fill: var(--c1); } .s2 { fill: var(--c2); } .s3 { fill: var(--c3); } .s4 { fill: var(--c4); } .s5 { fill: var(--c5); } .s6 { fill: var(--c6); }
 .line { fill: none; stroke-width: 2.5; } .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import types
 import typing
@@ -100,12 +101,15 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return {name: _decode(typing.get_args(kind)[1], each, f"{where}.{name}") for name, each in value.items()}
     if origin is types.UnionType:
         return None if value is None else _decode(next(each for each in typing.get_args(kind) if each is not types.NoneType), value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float:
+        _expect(value, int | float, where, "a number")
+        if isinstance(value, bool) or not 0 <= value <= sys.float_info.max:     # NaN compares false
+            raise _Wrong(f"{where} is {value!r} instead of a number from 0")
         return float(value)
     _expect(value, kind, where)
     return value
 
 
-def _expect(value: Any, kind: type, where: str) -> None:
+def _expect(value: Any, kind: Any, where: str, name: str = "") -> None:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _Wrong(f"{where or 'the document'} is {type(value).__name__} instead of {kind.__name__}")
+        raise _Wrong(f"{where} is {type(value).__name__} instead of {name or kind.__name__}")

@@ -15,7 +15,7 @@ Message = dict[str, str]
 class Turn:
     """One request: messages added to the conversation so far, and how many new tokens are asked for."""
 
-    kind: str
+    kind: str                            # the scenario's own name, where all its requests are of one kind
     messages: tuple[Message, ...]
     max_tokens: int
 
@@ -78,7 +78,7 @@ def _mixed(rng: random.Random, quick: bool) -> Scenario:
 def _turns(rng: random.Random, quick: bool) -> Scenario:
     clients, count, turns, new = (2, 2, 3, 16) if quick else (4, 8, 6, 48)
     return Scenario("turns", clients, tuple(
-        tuple(Turn("turn", (_user(prompts.text(rng, 60)),), new) for _ in range(turns)) for _ in range(count)
+        tuple(Turn("turns", (_user(prompts.text(rng, 60)),), new) for _ in range(turns)) for _ in range(count)
     ))
 
 

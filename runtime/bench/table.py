@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from edgeinfer.runtime.bench.comparison import Comparison
 from edgeinfer.runtime.bench.values import KindFigures, Report, Spread
 
 _BAR = 32                                # characters of the longest bar
+_WIDTH = 120                             # of lines that can be broken
 
 
 def render(report: Report, comparison: Comparison | None = None, *, encoding: str = "utf-8") -> str:
@@ -27,7 +29,7 @@ _ASCII = str.maketrans({"█": "#", "▓": "=", "░": "-", "±": "~", **dict.fr
 def _can_draw(encoding: str) -> bool:
     try:
         "█▓░▏±".encode(encoding)
-    except (UnicodeEncodeError, LookupError):
+    except UnicodeEncodeError:
         return False
     return True
 
@@ -47,7 +49,8 @@ def _facts(report: Report) -> list[str]:
     ]
     if machine.build:
         lines.append(f"build {machine.build}")
-    return lines + [f"note: {notice}" for notice in report.notices]
+    lines += [f"note: {notice}" for notice in report.notices]
+    return [part for line in lines for part in _wrapped(line)]
 
 
 def _rates(report: Report) -> list[str]:
@@ -80,7 +83,7 @@ def _scenarios(report: Report) -> list[str]:
     ]
     rounds = max(len(each.samples) for each in report.scenarios)
     title = f"serving, medians of {rounds} rounds" if rounds > 1 else "serving"
-    failures = [f"{each.name}: {times} failed: {message}" for each in report.scenarios for message, times in each.errors.items()]
+    failures = [part for each in report.scenarios for message, times in each.errors.items() for part in _wrapped(f"{each.name}: {times} failed: {message}")]
     return [title, *_aligned([header, *rows], "<>>>><"), *failures]
 
 
@@ -131,17 +134,17 @@ def _comparison(comparison: Comparison) -> list[str]:
     for title, names in (("only before", comparison.only_before), ("only now", comparison.only_now)):
         if names:
             lines.append(f"{title}: {', '.join(names)}")
-    return lines
+    return [part for line in lines for part in _wrapped(line)]
 
 
 # ------------------------------------------------------------------------------------------------------------------- helpers
 
 
 def kinds(report: Report) -> Iterator[tuple[str, KindFigures]]:
-    """Every kind of request with a name for its row: the scenario's alone where it has one kind."""
+    """Every kind of request, with the name of its row."""
     for scenario in report.scenarios:
         for kind, found in scenario.kinds.items():
-            yield scenario.name if len(scenario.kinds) == 1 else f"{scenario.name} {kind}", found
+            yield scenario.label(kind), found
 
 
 def duration(milliseconds: float) -> str:
@@ -169,12 +172,16 @@ def bar(value: float, longest: float) -> str:
 
 def layered(spread: Spread, longest: float) -> str:
     """Solid to p50, shaded to p90 and p99."""
-    ends = [round(_BAR * value / longest) if longest > 0 else 0 for value in (spread.p50, spread.p90, spread.p99)]
+    ends = [round(_BAR * min(value / longest, 1.0)) if longest > 0 else 0 for value in (spread.p50, spread.p90, spread.p99)]
     return "█" * ends[0] + "▓" * (ends[1] - ends[0]) + "░" * (ends[2] - ends[1])
 
 
 def _spread(spread: Spread | None) -> tuple[str, str, str]:
     return ("", "", "") if spread is None else (duration(spread.p50), duration(spread.p90), duration(spread.p99))
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _aligned(rows: Sequence[Sequence[str]], align: str) -> list[str]:

@@ -138,6 +138,10 @@ class ScenarioFigures:
     kinds: dict[str, KindFigures]
     samples: tuple[float, ...] = ()              # output tokens a second of each round
 
+    def label(self, kind: str) -> str:
+        """A name for the figures of one kind: the scenario's alone, where that is the kind's."""
+        return kind if kind == self.name else f"{self.name} {kind}"
+
 
 @dataclass(frozen=True)
 class StepProfile:
