@@ -17,7 +17,8 @@ from edgeinfer.errors import BadRequest
 
 _TICKS = 8                               # looks at a step within its timeout, at least
 _TICK_S = 5.0                            # and at most so many seconds between two
-_GRACE = 2                               # looks after abort() before the step is given up
+_GRACE = 2                               # looks after abort() before the step is given up, at least,
+_GRACE_S = 1.0                           # and seconds: kernels end between two operations, not within one
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Watchdog:
         self.began = 0.0                 # time.perf_counter() at the start of the step that runs; 0 between steps
         self.stalled = 0.0               # `began` of the last step that ran too long
         self._timeout = timeout_s
-        self._on_stalled, self._on_overdue = stalled, overdue
         self._stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="edgeinfer-watchdog", daemon=True)
+        # The thread alone knows the callbacks, and forgets them when it ends: their owner owns this object.
+        self.thread = threading.Thread(target=self._run, args=(stalled, overdue), name="edgeinfer-watchdog", daemon=True) if timeout_s else None
 
     def start(self) -> None:
-        if self._timeout:
+        if self.thread is not None:
             self.thread.start()
 
     def stop(self) -> None:
@@ -70,8 +71,9 @@ class Watchdog:
         """The step that runs now has run too long."""
         return self.began == self.stalled != 0
 
-    def _run(self) -> None:
+    def _run(self, on_stalled: Callable[[], None], on_overdue: Callable[[float], None]) -> None:
         limit = max(_TICKS, math.ceil(self._timeout / _TICK_S))
+        grace = max(_GRACE, math.ceil(_GRACE_S * limit / self._timeout))
         step, looks = 0.0, 0
         while not self._stop.wait(self._timeout / limit):
             now = self.began
@@ -79,6 +81,6 @@ class Watchdog:
             step = now
             if looks == limit:
                 self.stalled = step
-                self._on_stalled()
-            elif looks == limit + _GRACE:
-                self._on_overdue(step)
+                on_stalled()
+            elif looks == limit + grace:
+                on_overdue(step)

@@ -82,7 +82,7 @@ class EngineLoop:
             ended = self._wake.wait_for(lambda: self._ended, _LAST_S)
         if ended:
             self._thread.join()
-            if self._options.step_timeout_s:
+            if self._watch.thread is not None:
                 self._watch.thread.join()
         else:
             warnings.warn(f"{self._core.overdue} Its thread and its memory are freed when it does.", RuntimeWarning, stacklevel=2)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +168,7 @@ class Engine:
             target = reader()
             if target is not None:
                 target._put(event)
-            else:
+            else:                                        # also where the stream never reached its reader
                 cancel()
 
         sequence = Sequence(
@@ -176,10 +176,14 @@ class Engine:
             options=options, keep=fit.keep, dropped=fit.dropped,
         )
         core, loop = self._core, self._loop
+        inside = weakref.ref(sequence)                   # the sequence knows `emit`, and that knows this
 
         def cancel() -> None:
+            sequence = inside()
+            if sequence is None:
+                return
             try:
-                loop.post(lambda: core.cancel(sequence))
+                loop.post(partial(core.cancel, sequence))
             except EdgeInferError:                       # closed, or a step is overdue: it has ended or soon will
                 return
             if sequence.status is Status.RUNNING and not sequence.is_decoding:
