@@ -87,18 +87,24 @@ NAMES = frozenset("""
 def identify(tokenizer: dict[str, Any], *, pre: str | None = None) -> PreTokenizer:
     """llama.cpp's pre-tokenizer for a parsed byte-level tokenizer.json. ``pre`` names it by hand.
 
-    Raises `ConversionFailed` that says which rule is unknown and what can be named instead.
+    Raises `ConversionFailed` that says which rules are unknown and what can be named instead.
     """
-    normalizer = _normalizer(tokenizer.get("normalizer"), by_hand=pre is not None)
-    if pre is not None:
-        if pre not in NAMES:
-            raise ConversionFailed(f"--pre {pre} is not a pre-tokenizer that llama.cpp knows; known are {_known()}.")
-        return PreTokenizer(pre, normalizer, pre in APPROXIMATE)
-    steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
-    ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
-    name = TABLE.get((steps, ignore_merges))
-    if name is None:
-        raise ConversionFailed(_unknown(steps, ignore_merges))
+    problems: list[str] = []
+    normalizer = _normalizer(tokenizer.get("normalizer"), problems, by_hand=pre is not None)
+    if pre is None:
+        steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
+        ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
+        name = TABLE.get((steps, ignore_merges))
+        if name is None:
+            problems.append(_unknown(steps, ignore_merges))
+    else:
+        name = pre
+        if name not in NAMES:
+            problems.append(f"--pre {pre} is not a pre-tokenizer that llama.cpp knows; known are {_known()}.")
+    if len(problems) == 1:
+        raise ConversionFailed(problems[0])
+    if problems:
+        raise ConversionFailed("The rules of tokenizer.json are not supported:", problems)
     return PreTokenizer(name, normalizer, name in APPROXIMATE)
 
 
@@ -148,13 +154,14 @@ def _split(step: dict[str, Any]) -> str:
     return f"Split({pattern!r}, behavior={behavior}, invert={invert})"
 
 
-def _normalizer(part: dict[str, Any] | None, *, by_hand: bool) -> str:
+def _normalizer(part: dict[str, Any] | None, problems: list[str], *, by_hand: bool) -> str:
     steps = flatten(part, "normalizers")
     kinds = [step.get("type") for step in steps]
     if kinds in ([], ["NFC"]):
         return "".join(kinds)
     way_out = "llama.cpp's byte-level vocabularies have no normaliser, and --pre cannot add one" if by_hand else "known are none and NFC"
-    raise ConversionFailed(f"The normaliser of tokenizer.json ({', '.join(map(str, kinds))}) is not supported: {way_out}.")
+    problems.append(f"The normaliser of tokenizer.json ({', '.join(map(str, kinds))}) is not supported: {way_out}.")
+    return ""
 
 
 def _unknown(steps: Steps, ignore_merges: bool) -> str:

@@ -46,7 +46,7 @@ class Source:
 
 
 def open_source(source: Checkpoint | Path | str, target: Target, pre: str | None) -> Source:
-    """Open and check ``source``. Raises `ConversionFailed` with every problem found."""
+    """Open and check ``source``. Raises `ConversionFailed` with every problem found; a file or a config that alone is wrong raises its own error."""
     if isinstance(source, Checkpoint):
         return from_checkpoint(source, target, pre)
     path = Path(source)
@@ -54,22 +54,27 @@ def open_source(source: Checkpoint | Path | str, target: Target, pre: str | None
         if pre is not None:
             raise BadRequest(f"--pre is for Hugging Face checkpoints; {path} has its vocabulary already.")
         return from_gguf(path, target)
-    return from_checkpoint(Checkpoint.open(path), target, pre)
+    return from_checkpoint(Checkpoint.inspect(path), target, pre)
 
 
 def from_checkpoint(checkpoint: Checkpoint, target: Target, pre: str | None) -> Source:
-    """A Hugging Face checkpoint: weights against config, config against llama.cpp, and the tokenizer are all looked at before anything is raised."""
+    """A Hugging Face checkpoint: its config, the weights against it, the config against llama.cpp, and the tokenizer are all looked at before anything
+    is raised, each as far as it can be without what is wrong."""
     from edgeinfer.convert.vocab import read_vocab
 
     spec = checkpoint.spec
-    problems = checkpoint.check() + gguf_metadata.problems(spec)
+    problems = checkpoint.check() + ([] if spec is None else gguf_metadata.problems(spec))
     vocab = None
     try:
         vocab = read_vocab(checkpoint, pre=pre)
+    except ConversionFailed as error:
+        problems += error.problems
     except EdgeInferError as error:
-        problems += error.problems if isinstance(error, ConversionFailed) and error.problems else [str(error)]
-    if problems or vocab is None:
-        raise ConversionFailed(f"{checkpoint.folder} cannot be converted:", problems)
+        problems.append(str(error))
+    if len(checkpoint.errors) == 1 and not problems:
+        raise checkpoint.errors[0]
+    if checkpoint.errors or problems or spec is None or vocab is None:
+        raise ConversionFailed(f"{checkpoint.folder} cannot be converted:", [*checkpoint.error_problems, *problems])
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     mapped = map_tensors(spec, shapes, own_head=checkpoint.has_own_head)
     # llama.cpp recognises some tokenizers' whitespace rules by the model's name.

@@ -135,7 +135,8 @@ class _Read:
 def read_vocab(checkpoint: Checkpoint, *, pre: str | None = None) -> GGUFVocab:
     """The vocabulary of an opened checkpoint; no weight is touched. ``pre`` names a byte-level pre-tokenizer by hand.
 
-    Raises `ConversionFailed` whose ``problems`` list everything that is wrong, an unknown pre-tokenizer included.
+    Raises `ConversionFailed` whose ``problems`` list everything that is wrong, an unknown pre-tokenizer included. Of a checkpoint with errors (see
+    `Checkpoint.inspect`) what can be looked at without the missing parts is; they are no problems of the tokenizer.
     """
     problems: list[str] = []
     document = _document(checkpoint)
@@ -172,8 +173,8 @@ def _from_json(
         try:
             found = identify(document, pre=pre)
         except ConversionFailed as error:
-            problems.append(str(error))
-            return None
+            problems += error.problems or [str(error)]
+            found = PreTokenizer("default")              # stands in while the rest is looked at
         table = vocab_tables.byte_level_table(document["model"]["vocab"], added, problems)
         merges = tuple(f"{left} {right}" for left, right in pairs)
         return _Read("gpt2", found, table, merges, "never", unk, {}, starts, ends)
@@ -189,10 +190,7 @@ def _from_proto(checkpoint: Checkpoint, added: dict[int, AddedToken], problems: 
         problems.append("There is neither a tokenizer.json nor a tokenizer.model; saving the tokenizer once with transformers writes the first.")
         return None
     model = read_sentencepiece(checkpoint.tokenizer_model)
-    refusals = _refusals(model)
-    if refusals:
-        problems += refusals
-        return None
+    problems += _refusals(model)
     ids = {"unk": model.unk_id, "bos": model.bos_id, "eos": model.eos_id, "pad": model.pad_id}
     table = vocab_tables.proto_table(model, added, problems)
     return _Read("llama", PreTokenizer("default"), table, (), "always" if model.add_dummy_prefix else "never", None, ids, None, None)
@@ -231,25 +229,29 @@ def _post_processor(part: dict[str, Any] | None) -> tuple[bool | None, bool | No
 
 
 def _assemble(checkpoint: Checkpoint, read: _Read, added: dict[int, AddedToken], problems: list[str]) -> GGUFVocab | None:
-    rows, table = checkpoint.spec.vocab_rows, read.table
-    if len(table.texts) > rows:
+    rows, table = checkpoint.vocab_rows, read.table
+    if rows is not None and len(table.texts) > rows:
         beyond = len(table.texts) - rows
         problems.append(f"The tokenizer has {len(table.texts)} tokens and the embedding has {rows} rows: the last {beyond} tokens have no weights.")
-        return None
-    table = vocab_tables.padded(table, rows)
+    size = max(rows or 0, len(table.texts))
+    table = vocab_tables.padded(table, size)
     problems += vocab_tables.duplicates(table)
+    if not checkpoint.complete:
+        return None                                      # a file that may name tokens could not be read
     by_text = {text: token for token, text in enumerate(table.texts)}
     ids = {name: _special_id(checkpoint, name, read, by_text, problems) for name in ("bos", "eos", "unk", "pad", "sep")}
     markers = {token.text: token.id for token in added.values()}
     markers |= {text: token for token, text in enumerate(table.texts) if table.types[token] in (vocab_tables.CONTROL, vocab_tables.USER_DEFINED)}
     configs = [checkpoint.config, checkpoint.generation_config]
     stops = stop_tokens.collect(ids["eos"], configs, checkpoint.chat_template, markers, table.texts)
-    problems += [f"config.json or generation_config.json stops at token {token}, and there are {rows}." for token in stops.ids if token >= rows]
-    if stops.eos is None:
+    if rows is not None:
+        problems += [f"{name}_token_id is {token}, and there are {size} tokens." for name, token in ids.items() if token is not None and token >= size]
+        problems += [f"config.json or generation_config.json stops at token {token}, and there are {size}." for token in stops.ids if token >= size]
+    if stops.eos is None and named_token(checkpoint, "eos_token") is None:
         # Without a key llama.cpp takes some fixed id for it, and would stop at an ordinary word.
         problems.append("No file names a token that ends a text: set eos_token in tokenizer_config.json or eos_token_id in config.json.")
     starts, ends = _adds(checkpoint, read, ids["bos"])
-    if starts and ids["bos"] is None:
+    if starts and ids["bos"] is None and named_token(checkpoint, "bos_token") is None:
         problems.append("The tokenizer puts a token before every text, and no file says which one is bos_token.")
     if problems:
         return None
@@ -295,8 +297,6 @@ def _special_id(checkpoint: Checkpoint, name: str, read: _Read, by_text: Mapping
         return by_text.get(text)
     for config in (checkpoint.config, checkpoint.generation_config):
         for token in stop_tokens.as_ids(config.get(f"{name}_token_id"))[:1]:
-            if token >= len(by_text):
-                problems.append(f"{name}_token_id is {token}, and there are {len(by_text)} tokens.")
             # bos in a config says how the model was trained; whether it is added is another question.
             return token
     token = read.defaults.get(name, -1)

@@ -40,6 +40,10 @@ def kind_of(document: dict[str, Any], problems: list[str]) -> Kind | None:
     if kind != "BPE" or not isinstance(vocab, dict) or not vocab:
         problems.append(f"tokenizer.json holds a {kind} model, and only BPE vocabularies are converted.")
         return None
+    wrong = [text for text, token in vocab.items() if not isinstance(token, int) or token < 0]
+    if wrong:
+        problems.append(f"tokenizer.json gives {wrong[0]!r} an id that is not a number from 0 on.")
+        return None
     steps = [step.get("type") for step in (*flatten(document.get("pre_tokenizer"), "pretokenizers"), *flatten(document.get("decoder"), "decoders"))]
     letters = SPACE_LETTER in vocab and SPACE not in vocab
     fallback = all(text in vocab for text in BYTE_TOKENS)
@@ -178,10 +182,6 @@ def duplicates(table: Table) -> list[str]:
 
 
 def _texts(vocab: Mapping[str, int], added: Mapping[int, AddedToken], problems: list[str]) -> list[str | None]:
-    wrong = [text for text, token in vocab.items() if not isinstance(token, int) or token < 0]
-    if wrong:
-        problems.append(f"tokenizer.json gives {wrong[0]!r} an id that is not a number from 0 on.")
-        return []
     texts: list[str | None] = [None] * (max([*vocab.values(), *added]) + 1)
     for text, token in vocab.items():
         if texts[token] is not None:

@@ -7,15 +7,16 @@ given, never resolved first, and a shard name from an index may not leave the fo
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import ConversionFailed, ModelDamaged, ModelNotFound, UnsupportedModel
-from edgeinfer.models.config import spec_from_config
+from edgeinfer.errors import ConversionFailed, EdgeInferError, ModelDamaged, ModelNotFound, UnsupportedModel
+from edgeinfer.models.config import ConfigReading, read_config
+from edgeinfer.models.config_reader import LIMIT
 from edgeinfer.models.families import expected_tensors
 from edgeinfer.models.folder import chat_templates, read_json, weight_files
 from edgeinfer.models.safetensors import TensorInfo, read_header
@@ -44,6 +45,10 @@ def as_float32(array: np.ndarray, dtype: str) -> np.ndarray:
 class Checkpoint:
     """An opened checkpoint folder. Make one with `Checkpoint.open`; call `check` before trusting ``tensors``.
 
+    One from `Checkpoint.inspect` may have ``errors``, which ``error_problems`` list one sentence each. It is there to be checked further, so that all
+    that is wrong is heard at once: ``spec`` is None or good for names and shapes of tensors only, and what could not be read is empty. ``complete`` is
+    false where that may be a file which names tokens.
+
     ``tensors`` holds what a converter should use: of a tied model whose ``lm_head.weight`` repeats the embedding bit by bit the copy is left out, one
     that differs stays and ``has_own_head`` is true. An untied model always has its own head.
     """
@@ -52,7 +57,7 @@ class Checkpoint:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
-    spec: ModelSpec
+    spec: ModelSpec | None                               # never None after `open`
     tensors: Mapping[str, TensorInfo]
     tokenizer_json: Path | None = None
     tokenizer_model: Path | None = None
@@ -60,7 +65,11 @@ class Checkpoint:
     added_tokens: dict[str, Any] = field(default_factory=dict)       # added_tokens.json: text -> id
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; "default" is the one chats use
     has_own_head: bool = False
+    errors: tuple[EdgeInferError, ...] = ()
+    error_problems: tuple[str, ...] = ()
+    complete: bool = True
     _problems: list[str] = field(default_factory=list, repr=False)   # of the weight files, found on opening
+    _listed: bool = True                                             # it is known which tensors there are
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -70,33 +79,67 @@ class Checkpoint:
         Raises `ModelNotFound` (no such folder), `ConversionFailed` (no config.json, bad keys), `UnsupportedModel` (unknown kind, pickle weights only)
         and `ModelDamaged` (unreadable JSON). What is wrong with the weight files is left to `check`, so that all of it is heard at once.
         """
+        checkpoint = cls.inspect(path, name=name)
+        if checkpoint.errors:
+            raise checkpoint.errors[0]
+        return checkpoint
+
+    @classmethod
+    def inspect(cls, path: Path | str, *, name: str = "") -> Checkpoint:
+        """As `open`, but what cannot be read or used is kept in ``errors``. Raises `ModelNotFound` only."""
         folder = Path(path)
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder." if folder.exists() else f"The folder {folder} does not exist.")
-        config = read_json(folder / "config.json")
-        if config is None:
-            raise ConversionFailed(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.")
-        generation_config = read_json(folder / "generation_config.json") or {}
-        tokenizer_config = read_json(folder / "tokenizer_config.json") or {}
-        where = str(folder / "config.json")
-        spec = spec_from_config(config, generation_config=generation_config, name=name or folder.absolute().name, where=where)
+        errors: list[EdgeInferError] = []
+        said: list[str] = []
         problems: list[str] = []
-        tensors = _read_tensors(folder, problems)
+
+        def attempt(read: Callable[[], Any], instead: Any) -> Any:
+            try:
+                return read()
+            except EdgeInferError as error:
+                errors.append(error)
+                said.append(str(error))
+                return instead
+
+        def optional(file: str) -> dict[str, Any]:
+            return attempt(lambda: read_json(folder / file), None) or {}
+
+        config = attempt(lambda: _config(folder), None)
+        generation_config = optional("generation_config.json")
+        reading = ConfigReading(None)
+        if config is not None:
+            where = str(folder / "config.json")
+            reading = read_config(config, generation_config=generation_config, name=name or folder.absolute().name, where=where)
+        tokenizer_config = optional("tokenizer_config.json")
+        special_tokens_map, added_tokens = optional("special_tokens_map.json"), optional("added_tokens.json")
+        templates = attempt(lambda: chat_templates(folder, tokenizer_config), {})
+        complete = not errors
+        if reading.error is not None:
+            errors.insert(0, reading.error)
+            said[:0] = [f"config.json: {problem}" for problem in reading.problems]
+        tensors = attempt(lambda: _read_tensors(folder, problems), None)
+        listed, tensors, spec = tensors is not None, tensors or {}, reading.spec
         checkpoint = cls(
             folder=folder,
-            config=config,
+            config=config or {},
             generation_config=generation_config,
             tokenizer_config=tokenizer_config,
             spec=spec,
             tensors=tensors,
             tokenizer_json=_file(folder / "tokenizer.json"),
             tokenizer_model=_file(folder / "tokenizer.model"),
-            special_tokens_map=read_json(folder / "special_tokens_map.json") or {},
-            added_tokens=read_json(folder / "added_tokens.json") or {},
-            chat_templates=chat_templates(folder, tokenizer_config),
+            special_tokens_map=special_tokens_map,
+            added_tokens=added_tokens,
+            chat_templates=templates,
+            errors=tuple(errors),
+            error_problems=tuple(said),
+            complete=complete,
             _problems=problems,
+            _listed=listed,
         )
-        checkpoint.has_own_head = HEAD in tensors and not (spec.tied_embeddings and checkpoint._same_bits(HEAD, EMBEDDING))
+        tied = spec is not None and spec.tied_embeddings
+        checkpoint.has_own_head = HEAD in tensors and not (tied and checkpoint._same_bits(HEAD, EMBEDDING))
         if HEAD in tensors and not checkpoint.has_own_head:
             del tensors[HEAD]
         return checkpoint
@@ -107,6 +150,12 @@ class Checkpoint:
         return self.chat_templates.get("default")
 
     @property
+    def vocab_rows(self) -> int | None:
+        """Rows of the embedding as config.json has it; None only where ``errors`` say that it has not."""
+        rows = self.config.get("vocab_size")
+        return rows if isinstance(rows, int) and not isinstance(rows, bool) and 0 < rows <= LIMIT else None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -114,6 +163,8 @@ class Checkpoint:
     def check(self) -> list[str]:
         """Everything wrong with the weights, one sentence each; empty when a converter may go ahead."""
         problems = list(self._problems)
+        if self.spec is None or not self._listed:
+            return problems                              # of names and shapes nothing can be asked
         expected = expected_tensors(self.spec)
         missing = [name for name in expected if name not in self.tensors]
         if HEAD in missing:
@@ -174,6 +225,13 @@ class Checkpoint:
         self.release(one)
         self.release(other)
         return same
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise ConversionFailed(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.")
+    return config
 
 
 def _file(path: Path) -> Path | None:

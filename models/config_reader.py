@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from edgeinfer.errors import ConversionFailed, UnsupportedModel
+from edgeinfer.errors import ConversionFailed, EdgeInferError, UnsupportedModel
 
 REQUIRED: Final = object()
 LIMIT = 2**31 - 1                                        # no dimension, count or id of a real model reaches it
 
 
 class ConfigReader:
-    """Typed look-ups in one config. A bad or missing key is noted and a harmless value returned; `finish` raises what was noted.
+    """Typed look-ups in one config. A bad or missing key is noted and a harmless value returned; `error` is what was noted.
 
     ``where`` names the config in messages ("/models/x/config.json").
     """
@@ -23,6 +23,16 @@ class ConfigReader:
         self.where = where
         self.unknown: list[str] = []                     # well formed, of a kind we do not know
         self.wrong: list[str] = []                       # missing or impossible
+        self.bad: set[str] = set()                       # keys whose value says nothing about the model
+
+    def reject(self, key: str, problem: str) -> None:
+        """Note that ``key`` is missing or impossible."""
+        self.wrong.append(problem)
+        self.bad.add(key)
+
+    def sound(self, *keys: str) -> bool:
+        """None of ``keys`` was rejected. Ask before comparing their values, or one mistake is reported again by its consequences."""
+        return self.bad.isdisjoint(keys)
 
     def has(self, key: str) -> bool:
         """The key is there and not null."""
@@ -31,7 +41,7 @@ class ConfigReader:
     def _value(self, key: str, default: Any) -> Any:
         value = self.config.get(key)
         if value is None and default is REQUIRED:
-            self.wrong.append(f"The key '{key}' is missing.")
+            self.reject(key, f"The key '{key}' is missing.")
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1, high: int = LIMIT) -> int:
@@ -41,7 +51,7 @@ class ConfigReader:
             return low if default is REQUIRED else default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             upper = "" if high == LIMIT else f" to {high:,}"
-            self.wrong.append(f"'{key}' must be a whole number from {low}{upper}, not {value!r}.")
+            self.reject(key, f"'{key}' must be a whole number from {low}{upper}, not {value!r}.")
             return low
         return value
 
@@ -51,13 +61,13 @@ class ConfigReader:
         name = label or key
         if value is None:
             if default is REQUIRED:
-                self.wrong.append(f"The key '{name}' is missing.")
+                self.reject(name, f"The key '{name}' is missing.")
                 return 1.0
             return default
         # An int too large for a float would overflow in float(): compare before converting.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30 or not math.isfinite(value):
-            self.wrong.append(f"'{name}' must be a number above 0, not {value!r}.")
-            return 1.0
+            self.reject(name, f"'{name}' must be a number above 0, not {value!r}.")
+            return 1.0 if default is REQUIRED else default
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -66,7 +76,7 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.wrong.append(f"'{key}' must be true or false, not {value!r}.")
+            self.reject(key, f"'{key}' must be true or false, not {value!r}.")
             return default
         return value
 
@@ -83,16 +93,21 @@ class ConfigReader:
         """Note ``key`` as unsupported when the config turns it on."""
         if self.flag(key, False):
             self.unknown.append(f"'{key}' is true, and {why}.")
+            self.bad.add(key)
 
-    def finish(self) -> None:
-        """Raise everything noted: `UnsupportedModel` when the config is well formed but unknown, else `ConversionFailed`."""
-        problems = self.wrong + self.unknown
-        if not problems:
-            return
+    @property
+    def problems(self) -> list[str]:
+        """Everything noted, one sentence each."""
+        return self.wrong + self.unknown
+
+    def error(self) -> EdgeInferError | None:
+        """Everything noted: `UnsupportedModel` when the config is well formed but unknown, else `ConversionFailed`; None when all is well."""
         message = f"{self.where} cannot be used:"
         if self.wrong:
-            raise ConversionFailed(message, problems)
-        raise UnsupportedModel("\n  - ".join([message, *problems]) if len(problems) > 1 else f"{self.where} cannot be used: {problems[0]}")
+            return ConversionFailed(message, self.problems)
+        if len(self.unknown) == 1:
+            return UnsupportedModel(f"{message} {self.unknown[0]}")
+        return UnsupportedModel("\n  - ".join([message, *self.unknown])) if self.unknown else None
 
 
 def token_ids(reader: ConfigReader, key: str, *configs: Mapping[str, Any] | None) -> tuple[int, ...]:

@@ -91,14 +91,16 @@ def read_rope(
         reader.unknown.append(f"'partial_rotary_factor' is {part:g}; models of this family rotate whole heads.")
         part = 1.0
     rotary_dim = int(head_dim * part)
-    if (part > 1 or rotary_dim < 2 or rotary_dim % 2) and not reader.wrong:   # a missing size is reported once, not by its consequences
+    sized = reader.sound("hidden_size", "num_attention_heads", "head_dim")
+    if (part > 1 or rotary_dim < 2 or rotary_dim % 2) and sized:
         rotates = f"A head of {head_dim} channels with partial_rotary_factor {part:g} rotates {rotary_dim}"
         reader.wrong.append(f"{rotates}; that must be even, from 2 to {head_dim}.")
-        rotary_dim = head_dim
+        rotary_dim, sized = head_dim, False
     fields: dict[str, Any] = {}
     beside = reader.number("original_max_position_embeddings", None)
     original = value("original_max_position_embeddings", beside)
-    if beside is not None and original != beside:
+    said = reader.sound("original_max_position_embeddings", "rope original_max_position_embeddings")
+    if said and beside is not None and original != beside:
         reader.wrong.append(f"'original_max_position_embeddings' is {beside:g} in the config and {original:g} in its rope settings.")
     original = original or default_original
     if kind in ("linear", "dynamic", "yarn", "llama3"):
@@ -110,14 +112,15 @@ def read_rope(
         original = original or max_context               # as transformers does
     if kind == "llama3":
         fields |= {key: value(key) for key in ("low_freq_factor", "high_freq_factor")}
-        if fields["low_freq_factor"] >= fields["high_freq_factor"]:
+        frequencies = reader.sound("rope low_freq_factor", "rope high_freq_factor")
+        if fields["low_freq_factor"] >= fields["high_freq_factor"] and frequencies:
             reader.wrong.append("The rope low_freq_factor must be below high_freq_factor.")
     if kind == "longrope":
         fields |= {"attention_factor": value("attention_factor", None)}
-        fields |= {key: _factors(reader, settings.get(key), key, rotary_dim // 2) for key in ("short_factor", "long_factor")}
+        fields |= {key: _factors(reader, settings.get(key), key, rotary_dim // 2 if sized else None) for key in ("short_factor", "long_factor")}
         if settings.get("factor") is not None:
             fields["factor"] = value("factor")
-    if kind in ("llama3", "longrope") and original is None:
+    if kind in ("llama3", "longrope") and original is None and said:
         reader.wrong.append(f"The rope type {kind!r} needs 'original_max_position_embeddings', which is missing.")
     if original is not None and original != int(original):
         reader.wrong.append(f"'original_max_position_embeddings' must be a whole number, not {original:g}.")
@@ -144,13 +147,15 @@ def _local_theta(reader: ConfigReader, local: dict[str, Any] | None, theta: floa
     return reader.number("rope_local_base_freq", default)
 
 
-def _factors(reader: ConfigReader, value: Any, key: str, count: int) -> tuple[float, ...]:
+def _factors(reader: ConfigReader, value: Any, key: str, count: int | None) -> tuple[float, ...]:
+    """A list of ``count`` numbers; any number of them where the head's size is not known."""
     if value is None:
         reader.wrong.append(f"The rope type 'longrope' needs '{key}', which is missing.")
         return ()
     ok = isinstance(value, list) and all(isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item < 1e30 for item in value)
-    if not ok or len(value) != count:
+    if not ok or count not in (None, len(value)):
         size = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
-        reader.wrong.append(f"The rope '{key}' must be a list of {count} numbers above 0 (one for each rotated pair), not {size}.")
+        wanted = "" if count is None else f"{count} "
+        reader.wrong.append(f"The rope '{key}' must be a list of {wanted}numbers above 0 (one for each rotated pair), not {size}.")
         return ()
     return tuple(float(item) for item in value)

@@ -15,7 +15,7 @@ import pytest
 from tiny import DROP, change_weights, edit, tiny
 
 from edgeinfer.convert import convert, pipeline, stream, verify
-from edgeinfer.errors import ConversionFailed, EdgeInferError, ModelDamaged, ModelNotFound
+from edgeinfer.errors import ConversionFailed, EdgeInferError, ModelDamaged, ModelNotFound, UnsupportedModel
 
 OLD = b"an older file"
 
@@ -85,6 +85,57 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     text = str(error)
     assert all(word in text for word in ("layers.1.mlp.up_proj.weight is missing", "no llama3 rope", "rows"))
     assert len(error.problems) >= 3
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_problems_of_config_weights_and_tokenizer_are_one_list(shards: int, tmp_path: Path) -> None:  # cases 1, 9, 11
+    folder = tiny(tmp_path / "model", "llama", rope="spiral", tokenizer="unknown", extra_rows=-2, shards=shards, config={"hidden_act": "relu6"})
+    change_weights(folder, lambda name, values: None if "layers.1.mlp.up_proj" in name else values)
+    if shards > 1:
+        (folder / "model-00001-of-00003.safetensors").unlink()
+    error = refuse(folder)
+    assert isinstance(error, ConversionFailed)
+    words = ["config.json: The rope type 'spiral'", "config.json: 'hidden_act' is 'relu6'", "layers.1.mlp.up_proj.weight", "--pre NAME", "no weights"]
+    if shards > 1:
+        words.append("model-00001-of-00003.safetensors is missing")
+    for word in words:
+        assert any(word in problem for problem in error.problems), word
+
+
+def test_a_config_that_says_no_sizes_hides_nothing_that_can_be_known_without_them(tmp_path: Path) -> None:  # cases 1, 9, 20
+    folder = tiny(tmp_path / "model", "llama", rope="spiral", tokenizer="unknown", shards=2, drop=["hidden_size", "vocab_size"])
+    data = (folder / "model-00001-of-00002.safetensors").read_bytes()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(data[:-1])
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    edit(folder / "tokenizer_config.json", eos_token="<|nowhere|>")
+    problems = list(refuse(folder).problems)
+    expected = (
+        "config.json: The key 'vocab_size' is missing", "config.json: The key 'hidden_size' is missing", "'spiral'", "00001-of-00002.safetensors is incomplete",
+        "00002-of-00002.safetensors is missing", "pre-tokenizer", "'<|nowhere|>', which is not in the vocabulary",
+    )
+    for word in expected:
+        assert sum(word in problem for problem in problems) == 1, word
+    assert len(problems) == len(expected)                # and no consequence of these is said
+
+
+def test_files_that_cannot_be_read_are_in_the_list_too(tmp_path: Path) -> None:  # cases 1, 9
+    folder = tiny(tmp_path / "model", "llama", tokenizer="unknown")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    problems = refuse(folder).problems
+    for word in ("/config.json is not", "generation_config.json is not", "tokenizer_config.json is not", "pytorch_model.bin", "--pre NAME"):
+        assert sum(word in problem for problem in problems) == 1, word
+    assert len(problems) == 5
+
+
+def test_a_config_that_alone_is_wrong_keeps_its_own_error(folder: Path) -> None:  # case 11
+    edit(folder / "config.json", hidden_act="relu6", rope_scaling={"rope_type": "spiral"})
+    error = refuse(folder)
+    assert type(error) is UnsupportedModel and error.exit_status == 2
+    assert "'relu6'" in str(error) and "'spiral'" in str(error) and str(folder / "config.json") in str(error)
+    (folder / "config.json").write_text("{")
+    assert type(refuse(folder)) is ModelDamaged
 
 
 def test_a_broken_tokenizer_is_found_before_any_weight_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # case 1

@@ -48,6 +48,22 @@ def test_an_unknown_pre_tokenizer_is_refused_with_a_way_out(tmp_path):
     assert "smollm" in said and "llama-bpe" in said and "tekken" in said
 
 
+# cases 1, 5
+def test_an_unknown_rule_hides_no_other_problem(tmp_path):
+    folder = tiny(tmp_path / "model", "llama", tokenizer="unknown", extra_rows=-2)
+    change(folder / "tokenizer.json", lambda document: document.update(normalizer={"type": "Lowercase"}))
+    change(folder / "tokenizer_config.json", lambda config: config.update(bos_token="<|nowhere|>"))
+    said = problems_of(folder)
+    assert all(words in said for words in ("Lowercase", "--pre NAME", "2 tokens have no weights", "<|nowhere|>")) and said.count("\n") == 3
+
+
+def test_an_id_that_is_no_number_is_refused(tmp_path):
+    for value in ("7", -1, None):
+        folder = tiny(tmp_path / "model", "llama")
+        change(folder / "tokenizer.json", lambda document, value=value: document["model"]["vocab"].update(a=value))
+        assert "'a' an id that is not a number" in problems_of(folder)
+
+
 # case 1
 def test_a_trained_tokenizer_with_its_own_split_is_refused_and_can_be_named_by_hand(tmp_path):
     from tokenizers import Regex, pre_tokenizers

@@ -283,6 +283,19 @@ def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def test_inspecting_keeps_what_opening_raises(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, "llama", shards=2, drop=["hidden_size"])
+    (folder / "tokenizer_config.json").write_text("[]")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    checkpoint = Checkpoint.inspect(folder)
+    assert [type(error) for error in checkpoint.errors] == [ConversionFailed, ModelDamaged]
+    assert "config.json: The key 'hidden_size' is missing." in checkpoint.error_problems and not checkpoint.complete
+    assert checkpoint.spec is None and checkpoint.tensors and checkpoint.vocab_rows
+    assert checkpoint.check() == [f"The weight file {folder / 'model-00002-of-00002.safetensors'} is missing."]
+    with pytest.raises(ConversionFailed, match="'hidden_size' is missing"):
+        Checkpoint.open(folder)
+
+
 def test_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "llama")
     (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())

@@ -11,7 +11,7 @@ import pytest
 from tiny import FAMILIES, read_weights, tiny
 
 from edgeinfer.errors import ConversionFailed, EdgeInferError, UnsupportedModel
-from edgeinfer.models.config import spec_from_config
+from edgeinfer.models.config import ConfigReading, read_config, spec_from_config
 from edgeinfer.models.families import ARCHITECTURES, expected_tensors
 from edgeinfer.models.spec import ModelSpec
 
@@ -234,6 +234,38 @@ def test_all_problems_are_listed_together() -> None:
     message = problems(vocab_size=None, num_hidden_layers=0, hidden_act="relu", rope_scaling={"rope_type": "spiral"}, quantization_config={})
     for words in ("'vocab_size' is missing", "'num_hidden_layers' must", "'hidden_act' is 'relu'", "'spiral'", "already quantised"):
         assert words in message
+
+
+def test_one_mistake_neither_hides_another_nor_is_said_again_by_its_consequences() -> None:
+    for keys, words in (
+        ({"vocab_size": None, "hidden_size": 95}, ("'vocab_size'", "'head_dim' is not given")),
+        ({"rms_norm_eps": 0, "head_dim": 15}, ("'rms_norm_eps'", "rotates 15")),
+        ({"num_attention_heads": None}, ("'num_attention_heads' is missing",)),
+        ({"hidden_size": 0, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 64}},
+         ("'hidden_size' must", "'long_factor'")),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": "x"}},
+         ("'rope high_freq_factor' is missing", "'rope original_max_position_embeddings' must")),
+        ({"architectures": None, "model_type": "llama", "vocab_size": None, "hidden_act": "relu"}, ("'architectures'", "'vocab_size'", "'relu'")),
+    ):
+        with pytest.raises(ConversionFailed) as caught:
+            llama(**keys)
+        assert len(caught.value.problems) == len(words), caught.value.problems
+        assert all(word in str(caught.value) for word in words)
+
+
+def test_an_unknown_architecture_does_not_hide_an_unknown_rope_type() -> None:  # case 11
+    with pytest.raises(UnsupportedModel) as caught:
+        spec_from_config({"architectures": ["BloomForCausalLM"], "rope_scaling": {"type": "spiral"}})
+    assert "'BloomForCausalLM'" in str(caught.value) and "'spiral'" in str(caught.value) and "missing" not in str(caught.value)
+
+
+def test_what_is_wrong_with_a_config_leaves_the_sizes_it_has() -> None:
+    reading = read_config(config("LlamaForCausalLM", hidden_act="relu", rms_norm_eps=0, rope_scaling={"rope_type": "spiral"}))
+    assert isinstance(reading.error, ConversionFailed) and len(reading.problems) == 3
+    assert expected_tensors(reading.spec) == expected_tensors(llama())
+    for key in ("hidden_size", "tie_word_embeddings", "attention_bias"):
+        assert read_config(config("LlamaForCausalLM", **{key: 7})).spec is None
+    assert read_config(config("LlamaForCausalLM")) == ConfigReading(llama())
 
 
 def test_layer_types_of_other_kinds_and_lengths() -> None:

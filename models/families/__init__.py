@@ -13,6 +13,11 @@ from edgeinfer.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gemma3": gemma3, "phi3": phi3}
 ARCHITECTURES: dict[str, str] = {architecture: family for family, module in FAMILIES.items() for architecture in module.ARCHITECTURES}
+# model_type in config.json -> the class that such a language model has, for a config without ``architectures``
+MODEL_TYPES: dict[str, str] = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
+}
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

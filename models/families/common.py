@@ -22,9 +22,9 @@ def dimensions(
     groups = reader.integer("num_key_value_heads", kv_heads)
     if head_dim is None and not reader.has("head_dim"):
         head_dim = max(1, hidden // heads)
-        if hidden % heads and not reader.wrong:
-            reader.wrong.append(f"'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}, and 'head_dim' is not given.")
-    if heads % groups:
+        if hidden % heads and reader.sound("hidden_size", "num_attention_heads"):
+            reader.reject("head_dim", f"'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}, and 'head_dim' is not given.")
+    if heads % groups and reader.sound("num_attention_heads", "num_key_value_heads"):
         reader.wrong.append(f"'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {groups}.")
     return {
         "vocab_rows": reader.integer("vocab_size"),
@@ -48,7 +48,7 @@ def windows(reader: ConfigReader, layers: int, default: int | None, sliding: tup
         window = default
     kinds = reader.config.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
+        if not isinstance(kinds, list) or (len(kinds) != layers and reader.sound("num_hidden_layers")):
             size = f"a list of {len(kinds)}" if isinstance(kinds, list) else repr(kinds)
             reader.wrong.append(f"'layer_types' must be a list of {layers} names (one for each layer), not {size}.")
         else:

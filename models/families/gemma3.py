@@ -20,6 +20,7 @@ def read(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     reader.refuse_flag("use_bidirectional_attention", "only causal models generate text")
     sizes = dimensions(reader, head_dim=256, kv_heads=4, max_context=131072)
     pattern = reader.integer("sliding_window_pattern", reader.integer("_sliding_window_pattern", 6))
+    scalar = reader.number("query_pre_attn_scalar", 256.0)
     activation = "hidden_activation" if reader.has("hidden_activation") else "hidden_act"
     return {
         **sizes,
@@ -29,7 +30,7 @@ def read(reader: ConfigReader, architecture: str) -> dict[str, Any]:
             reader, head_dim=sizes["head_dim"], max_context=sizes["max_context"], default_theta=1_000_000.0, default_local_theta=10_000.0
         ),
         "tied_embeddings": reader.flag("tie_word_embeddings", True),
-        "attention_scale": reader.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_scale": scalar**-0.5 if reader.sound("query_pre_attn_scalar") else 0.0,
         "attention_softcap": reader.number("attn_logit_softcapping", None),
         "final_softcap": reader.number("final_logit_softcapping", None),
         "qk_norm": True,
