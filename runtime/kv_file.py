@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -49,13 +50,14 @@ class KVKey:
     library: str = ""                    # who wrote the bytes: "llama-cpp-python 0.3.36"
     format: int = FORMAT                 # of the file
 
+    @cached_property
     def as_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A name for files and folders: 16 hexadecimal digits."""
-        return hashlib.blake2b(self.as_json(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self.as_json, digest_size=8).hexdigest()
 
 
 class Head(NamedTuple):
@@ -70,12 +72,12 @@ class Head(NamedTuple):
 
 def file_size(key: KVKey, tokens: int, data: int) -> int:
     """Bytes of the file for so many tokens and bytes of KV."""
-    return _SIZES.size + _DIGEST + len(key.as_json()) + 4 * tokens + data
+    return _SIZES.size + _DIGEST + len(key.as_json) + 4 * tokens + data
 
 
 def write(file: BinaryIO, key: KVKey, tokens: np.ndarray, data: bytes) -> None:
     """Write everything and have it on the disk. Raises `OSError`."""
-    name, ids = key.as_json(), tokens.astype("<i4").tobytes()
+    name, ids = key.as_json, tokens.astype("<i4").tobytes()
     sizes = _SIZES.pack(_MAGIC, FORMAT, len(name), len(tokens), len(data), _digest(data))
     for part in (sizes, _digest(sizes, name, ids), name, ids, data):
         file.write(part)

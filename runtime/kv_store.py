@@ -93,23 +93,22 @@ class KVStore:
             return False
         if self.holds(key, wanted):
             return True
-        saved = self._of(key)
         path = self.folder / f"{key.digest}-{hashlib.blake2b(wanted.tobytes(), digest_size=16).hexdigest()}.kv"
-        shorter = [other.path for other in saved if _starts_with(wanted, other.tokens)]
+        shorter = {name for name, known in self._of(key) if _starts_with(wanted, known.head.tokens)}
         try:
-            self._write(path, key, wanted, data, spare={path, *shorter}, size=size)
+            self._write(path, key, wanted, data, spare={path.name, *shorter}, size=size)
         except OSError as error:
             self._notice(f"A conversation of {len(wanted):,} tokens was not saved in {self.folder}: {error.strerror or error}.")
             return False
-        for other in shorter:
-            _remove(other)
-        self._evict(self.max_bytes - size, spare={path})     # another process may have saved something too
+        for name in shorter - {path.name}:
+            _remove(self.folder / name)
+        self._evict(self.max_bytes - size, spare={path.name})     # another process may have saved something too
         return True
 
     def holds(self, key: KVKey, tokens: Sequence[int] | np.ndarray) -> bool:
         """Whether a saved conversation starts with ``tokens``; it then counts as used."""
         wanted = _ids(tokens)
-        return any(_starts_with(other.tokens, wanted) and self._touch(other.path) for other in self.entries(key))
+        return any(_starts_with(saved.tokens, wanted) and self._touch(saved.path) for saved in self.entries(key))
 
     def best(self, key: KVKey, tokens: Sequence[int]) -> SavedKV | None:
         """The saved conversation that shares the most leading tokens, with ``shared`` saying how many; None when none shares any.
@@ -117,8 +116,9 @@ class KVStore:
         It may go on beyond them, or differ from there: cut the slot back after importing. Of equals the smallest.
         """
         wanted = _ids(tokens)
-        found = [replace(saved, shared=_common_prefix(saved.tokens, wanted)) for saved in self._of(key)]
-        return max((saved for saved in found if saved.shared), key=lambda saved: (saved.shared, -saved.data_bytes), default=None)
+        found = ((_common_prefix(known.head.tokens, wanted), -known.head.data_bytes, name, known.head) for name, known in self._of(key))
+        shared, _, name, head = max(found, key=lambda item: item[:2], default=(0, 0, "", None))
+        return SavedKV(self.folder / name, key, head.tokens, head.data_bytes, shared) if shared and head is not None else None
 
     def read(self, saved: SavedKV) -> bytes | None:
         """The KV, checked, and counted as used. None when the file is gone, no longer the one that was found, or damaged (then it is removed)."""
@@ -127,7 +127,7 @@ class KVStore:
                 stamp = _stamp(os.fstat(file.fileno()))
                 try:
                     head = kv_file.read_head(file)
-                    if head.key != saved.key.as_json() or not np.array_equal(head.tokens, saved.tokens):
+                    if head.key != saved.key.as_json or not np.array_equal(head.tokens, saved.tokens):
                         return None
                     data = kv_file.read_data(file, head)
                 except kv_file.Damaged as damage:
@@ -145,7 +145,8 @@ class KVStore:
 
     def entries(self, key: KVKey) -> list[SavedKV]:
         """What is saved under a key, most recently used first."""
-        return sorted(self._of(key), key=lambda saved: self._known[saved.path.name].stamp[1], reverse=True)
+        found = sorted(self._of(key), key=lambda item: item[1].stamp[1], reverse=True)
+        return [SavedKV(self.folder / name, key, known.head.tokens, known.head.data_bytes) for name, known in found]
 
     @property
     def total_bytes(self) -> int:
@@ -154,64 +155,58 @@ class KVStore:
 
     def clear(self) -> None:
         """Delete every saved conversation, whoever saved it."""
-        for path, _ in self._files():
-            _remove(path)
+        for name, _ in self._files():
+            _remove(self.folder / name)
         self._known.clear()
 
     # ---------------------------------------------------------------------------------------------------------------- reading
 
-    def _files(self, prefix: str = "") -> list[tuple[Path, os.stat_result]]:
+    def _files(self, prefix: str = "") -> list[tuple[str, os.stat_result]]:
+        """Names and states of the files there are. A request waits for this one: no more than one look at each."""
         found = []
-        for path in self._listing():
-            if _NAME.fullmatch(path.name) and path.name.startswith(prefix):
-                status = _status(path)
-                if status is not None:
-                    found.append((path, status))
-        return found
-
-    def _listing(self) -> list[Path]:
         try:
-            return [self.folder / name for name in os.listdir(self.folder)]
+            with os.scandir(self.folder) as there:
+                for entry in there:
+                    if entry.name.startswith(prefix) and _NAME.fullmatch(entry.name):
+                        status = _status(entry)
+                        if status is not None:
+                            found.append((entry.name, status))
         except FileNotFoundError:
-            return []                                    # somebody removed the folder: an empty store
+            pass                                         # somebody removed the folder: an empty store
         except OSError as error:
             self._notice(f"{self.folder} cannot be listed: {error.strerror or error}.")
-            return []
-
-    def _of(self, key: KVKey) -> list[SavedKV]:
-        files = self._files(f"{key.digest}-")
-        there = {path.name for path, _ in files}
-        for name in [name for name in self._known if name.startswith(key.digest) and name not in there]:
-            del self._known[name]
-        found = []
-        for path, status in files:
-            head = self._head(path, _stamp(status))
-            if head is not None and head.key == key.as_json():
-                found.append(SavedKV(path, key, head.tokens, head.data_bytes))
         return found
 
-    def _head(self, path: Path, stamp: tuple[int, int, int]) -> kv_file.Head | None:
-        known = self._known.get(path.name)
+    def _of(self, key: KVKey) -> list[tuple[str, _Known]]:
+        """The readable files of a key."""
+        files = self._files(f"{key.digest}-")
+        there = {name for name, _ in files}
+        for name in [name for name in self._known if name.startswith(key.digest) and name not in there]:
+            del self._known[name]
+        known = ((name, self._head(name, _stamp(status))) for name, status in files)
+        return [(name, item) for name, item in known if item is not None and item.head.key == key.as_json]
+
+    def _head(self, name: str, stamp: tuple[int, int, int]) -> _Known | None:
+        known = self._known.get(name)
         if known is not None and known.stamp == stamp:
-            return known.head
+            return known
+        path = self.folder / name
         try:
             with kv_file.opened(path) as file:
                 stamp = _stamp(os.fstat(file.fileno()))
-                head = kv_file.read_head(file)
+                self._known[name] = known = _Known(stamp, kv_file.read_head(file))
+                return known
         except kv_file.Damaged as damage:
             self._discard(path, stamp, damage)
-            return None
         except (kv_file.OtherFormat, FileNotFoundError):
-            return None
+            pass
         except OSError as error:
             self._notice(f"{path} cannot be read: {error.strerror or error}.")
-            return None
-        self._known[path.name] = _Known(stamp, head)
-        return head
+        return None
 
     # ---------------------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, path: Path, key: KVKey, tokens: np.ndarray, data: bytes, *, spare: set[Path], size: int) -> None:
+    def _write(self, path: Path, key: KVKey, tokens: np.ndarray, data: bytes, *, spare: set[str], size: int) -> None:
         self._sweep()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=self.folder, prefix=f".{path.name}.", suffix=_PARTIAL)      # readable by the owner alone
@@ -225,14 +220,14 @@ class KVStore:
             _remove(Path(name))
         _sync_folder(self.folder)
 
-    def _evict(self, room: int, spare: set[Path]) -> None:
+    def _evict(self, room: int, spare: set[str]) -> None:
         """Remove the least recently used files until those beside ``spare`` have at most ``room`` bytes."""
-        files = sorted(((path, status) for path, status in self._files() if path not in spare), key=lambda item: item[1].st_mtime_ns)
+        files = sorted(((name, status) for name, status in self._files() if name not in spare), key=lambda item: item[1].st_mtime_ns)
         total = sum(status.st_size for _, status in files)
-        for path, status in files:
+        for name, status in files:
             if total <= room:
                 return
-            _remove(path)
+            _remove(self.folder / name)
             total -= status.st_size
 
     def _discard(self, path: Path, stamp: tuple[int, int, int], damage: kv_file.Damaged) -> None:
@@ -243,11 +238,10 @@ class KVStore:
 
     def _sweep(self) -> None:
         """Remove what killed processes left unfinished."""
-        for path in self._listing():
-            if path.name.endswith(_PARTIAL) and _NAME.match(path.name[1:]):
-                status = _status(path)
-                if status is not None and status.st_mtime < time.time() - _ABANDONED:
-                    _remove(path)
+        for path in self.folder.glob(f".*{_PARTIAL}"):
+            status = _status(path)
+            if _NAME.match(path.name[1:]) and status is not None and status.st_mtime < time.time() - _ABANDONED:
+                _remove(path)
 
     def _touch(self, path: Path) -> bool:
         try:
@@ -300,10 +294,10 @@ def _starts_with(tokens: np.ndarray, start: np.ndarray) -> bool:
     return len(start) <= len(tokens) and bool(np.array_equal(tokens[: len(start)], start))
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _status(path: Path | os.DirEntry[str]) -> os.stat_result | None:
     """Of a regular file; None when it is gone or something else."""
     try:
-        status = os.lstat(path)
+        status = path.stat(follow_symlinks=False)
     except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None
