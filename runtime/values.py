@@ -269,5 +269,6 @@ class BackendInfo:
     can_export: bool = False             # Backend.export_slot and import_slot work
     layers_offloaded: int = 0
     layers: int = 0
+    threads: int = 0                     # that compute a token; 0: not known
     system: str = ""                     # instruction sets and build flags
     notices: tuple[str, ...] = ()        # what was asked for and is done differently, one sentence each

@@ -265,7 +265,7 @@ def test_the_page_has_the_charts_and_the_figures() -> None:
     root = ET.fromstring(page.render(REPORT, comparison.compare(REPORT, faster())).removeprefix("<!DOCTYPE html>\n"))
     assert [drawing.get("aria-label") for drawing in root.iter("svg")] == [
         "tokens a second", "tokens a second of all sequences together", "output tokens a second by scenario", "Time to first token", "Inter-token latency", "Whole request",
-        "shares of a decode step",
+        "Python side of a decode step in percent",
     ]
     said = " ".join(root.itertext())
     for part in ("605.0 ± 7.1", "mixed short", "It <broke>.", "23,040 bytes", "409.6", "3.9 %", "Not the same: threads: 2 before, 4 now."):

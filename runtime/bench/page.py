@@ -12,9 +12,9 @@ from edgeinfer.runtime.bench.values import Report, Spread
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fdfdfc; --card: #f3f4f5; --rule: #d5d9dd;
-  --c0: #2463b4; --c1: #b3541e; --c2: #2f7d4f; --c3: #8a4fa3; --c4: #a08215; --c5: #4c7f8c; --c6: #8c4c5d; --good: #1d7a43; --bad: #b3261e; }
+  --c0: #2463b4; --c1: #b3541e; --c2: #2f7d4f; --c3: #8a4fa3; --c4: #a08215; --c5: #4c7f8c; --good: #1d7a43; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --dim: #9aa4ae; --paper: #14171a; --card: #1e2226; --rule: #363c42;
-  --c0: #6aa5ef; --c1: #e79462; --c2: #6cc18d; --c3: #c495da; --c4: #d6bb55; --c5: #85bccb; --c6: #cf8b9d; --good: #6cc18d; --bad: #f2857d; } }
+  --c0: #6aa5ef; --c1: #e79462; --c2: #6cc18d; --c3: #c495da; --c4: #d6bb55; --c5: #85bccb; --good: #6cc18d; --bad: #f2857d; } }
 body { margin: 2rem auto; max-width: 58rem; padding: 0 1rem; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; } p { margin: .3rem 0; } .dim { color: var(--dim); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; background: var(--card); padding: .8rem 1rem; border-radius: .4rem; }
@@ -23,7 +23,7 @@ dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; } svg { width
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 text { fill: var(--ink); font: 13px system-ui, sans-serif; } .v { text-anchor: start; } .n { text-anchor: end; } .m { text-anchor: middle; } .grid { stroke: var(--rule); }
 .a { fill: var(--c0); } .b { fill: var(--c2); } .l0 { fill: var(--c0); } .l1 { fill: var(--c0); opacity: .5; } .l2 { fill: var(--c0); opacity: .25; }
-.s0 { fill: var(--c0); opacity: .35; } .s1 { fill: var(--c1); } .s2 { fill: var(--c2); } .s3 { fill: var(--c3); } .s4 { fill: var(--c4); } .s5 { fill: var(--c5); } .s6 { fill: var(--c6); }
+.s0 { fill: var(--c0); } .s1 { fill: var(--c1); } .s2 { fill: var(--c2); } .s3 { fill: var(--c3); } .s4 { fill: var(--c4); } .s5 { fill: var(--c5); } 
 .line { fill: none; stroke-width: 2.5; } .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .dot.c0 { fill: var(--c0); } .dot.c1 { fill: var(--c1); }
 .key { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: .15em; }
 .better { color: var(--good); } .worse { color: var(--bad); } .warn { border-left: .3rem solid var(--bad); padding-left: .7rem; }
@@ -120,17 +120,21 @@ def _profile(report: Report) -> str:
         return ""
     parts = list(report.profile[0].python_ms)
     rows = [
-        (f"{each.sequences} sequence{'s' if each.sequences > 1 else ''}", [("native", each.native_ms), *each.python_ms.items()], f"Python {each.python_percent:.1f} %")
+        (
+            f"{each.sequences} sequence{'s' if each.sequences > 1 else ''}",
+            [(part, 100 * spent / each.step_ms) for part, spent in each.python_ms.items()],
+            f"{each.python_percent:.1f} % of {each.step_ms:.1f} ms",
+        )
         for each in report.profile
     ]
-    keys = "".join(f'<span class="key"><i style="background: var(--c{number})"></i>{escape(part)}</span>' for number, part in enumerate(("native", *parts)))
+    keys = "".join(f'<span class="key"><i style="background: var(--c{number})"></i>{escape(part)}</span>' for number, part in enumerate(parts))
     cells = [
         (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %")
         for each in report.profile
     ]
     return _section(
-        "A decode step", svg.stacks("shares of a decode step", rows), f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python"), cells),
-        note=f"Milliseconds, mean over steps; {report.profile[0].sampling}.",
+        "The Python side of a decode step", svg.stacks("Python side of a decode step in percent", rows), f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python"), cells),
+        note=f"What is not spent in the native library, mean over steps; {report.profile[0].sampling}. The table is in milliseconds.",
     )
 
 

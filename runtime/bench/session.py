@@ -117,7 +117,7 @@ def _machine(engine: Engine, threads: int) -> Machine:
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=threads,
+        threads=threads or engine.info.threads,
         build=engine.info.system,
     )
 

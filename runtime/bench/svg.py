@@ -1,4 +1,4 @@
-"""The three charts of the report page as SVG text. Colours are CSS classes, so that one drawing serves light and dark."""
+"""The charts of the report page as SVG text. Colours are CSS classes, so that one drawing serves light and dark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 WIDTH = 860
 _LABEL = 150                             # room for names left of the drawing
-_VALUE = 110                             # and for figures right of it
+_VALUE = 140                             # and for figures right of it
 _ROW = 30
 _AXIS = 26
 
@@ -35,15 +35,15 @@ def layers(title: str, rows: Sequence[tuple[str, Sequence[float], str]]) -> str:
 
 
 def stacks(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]]) -> str:
-    """Horizontal bars of full length, divided in proportion: (part, share)."""
+    """Horizontal bars made of parts: (part, length)."""
+    longest = max((sum(length for _, length in parts) for _, parts, _ in rows), default=0.0)
     body = []
     for index, (name, parts, text) in enumerate(rows):
-        total = sum(share for _, share in parts)
         left = float(_LABEL)
         drawn = []
-        for number, (part, share) in enumerate(parts):
-            width = _scaled(share, total)
-            drawn.append(_rect(left, index, width, f"s{number}", tip=f"{part}: {100 * share / total:.1f} %" if total else part))
+        for number, (part, length) in enumerate(parts):
+            width = _scaled(length, longest)
+            drawn.append(_rect(left, index, width, f"s{number}", tip=f"{part}: {length:.2f}"))
             left += width
         body.append(_name(index, name) + "".join(drawn) + _text(left + 8, _middle(index), text, "v"))
     return _svg(title, _ROW * len(rows), body)
@@ -64,7 +64,7 @@ def lines(title: str, xs: Sequence[float], series: Sequence[tuple[str, Sequence[
         return height - (height - 14) * y / top if top else float(height)
 
     body = [f'<line class="grid" x1="60" x2="{right}" y1="{y_of(top * part):.1f}" y2="{y_of(top * part):.1f}"/>' + _text(54, y_of(top * part) + 4, f"{top * part:g}", "n") for part in (0, 0.5, 1)]
-    body += [_text(x_of(x), height + 18, f"{x:g}", "m") for x in xs] + [_text(right + 12, height + 18, x_label, "v")]
+    body += [_text(x_of(x), height + 18, f"{x:g}", "m") for x in xs] + [_text(right + 24, height + 18, x_label, "v")]
     for number, (name, ys) in enumerate(series):
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
         body.append(f'<polyline class="line c{number}" points="{points}"/>')

@@ -44,7 +44,7 @@ class Machine:
     system: str                                  # "Linux 6.1 x86_64"
     processor: str
     cores: int                                   # usable by this process
-    threads: int                                 # asked for; 0: the engine's choice
+    threads: int                                 # that compute a token; 0: the engine's choice
     build: str                                   # instruction sets and build flags of the native library
 
 
