@@ -74,21 +74,24 @@ def check_adapter(spec: LoraSpec, base: GGUFHeader) -> GGUFHeader:
 
 
 class Adapters:
-    """The loaded adapters of one model. Free them with `close`, after the context and before the model."""
+    """The loaded adapters of one model, none at first. Free them with `close`, after the context and before the model."""
 
-    def __init__(self, model: NativeModel, specs: Sequence[LoraSpec], headers: Sequence[GGUFHeader]):
-        lib = llama()
-        self.current: str | None = None
-        self.identities = {spec.name: f"{fingerprint(header)}:{spec.scale:g}" for spec, header in zip(specs, headers, strict=True)}
-        self._scales = {spec.name: spec.scale for spec in specs}
+    def __init__(self) -> None:
+        self.current: str | None = None                  # what is set in the context
+        self.identities: dict[str, str] = {}             # name -> what its weights and its scale are known by
+        self._scales: dict[str, float] = {}
         self._handles: dict[str, Any] = {}
-        for spec in specs:
+
+    def load(self, model: NativeModel, specs: Sequence[LoraSpec], headers: Sequence[GGUFHeader]) -> None:
+        """Load checked adapters. Raises `ModelDamaged` with llama.cpp's reason."""
+        for spec, header in zip(specs, headers, strict=True):
             with captured_logs() as lines:
-                handle = lib.llama_adapter_lora_init(model.handle, str(spec.path).encode())
+                handle = llama().llama_adapter_lora_init(model.handle, str(spec.path).encode())
             if not handle:
-                self.close()
                 raise ModelDamaged(f"llama.cpp cannot load the adapter {spec.path}: {last_error(lines) or 'it gave no reason'}.")
             self._handles[spec.name] = handle
+            self._scales[spec.name] = spec.scale
+            self.identities[spec.name] = f"{fingerprint(header)}:{spec.scale:g}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from edgeinfer.errors import BadRequest, OutOfMemory
 from edgeinfer.models.gguf_header import GGUFHeader
 from edgeinfer.models.memory import CELLS, MemoryEstimate, available_memory, estimate, format_bytes, parse_bytes
-from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, SPARE, LlamaOptions
+from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, LlamaOptions
 
 
 def context_size(header: GGUFHeader, options: LlamaOptions, notices: list[str]) -> int:
@@ -33,14 +33,9 @@ def kv_cells(options: LlamaOptions, n_ctx: int) -> int:
     return cells
 
 
-def sequences(options: LlamaOptions) -> int:
-    """llama.cpp's n_seq_max."""
-    return options.slots + (SPARE if options.kv_unified else 0)
-
-
 def output_rows(options: LlamaOptions) -> int:
     """Rows of logits one native call may return: for every sequence and every drafted token, and never fewer than n_seq_max."""
-    return max(sequences(options), options.parallel + options.max_draft_rows)
+    return max(options.slots, options.parallel + options.max_draft_rows)
 
 
 def long_rope(header: GGUFHeader, n_ctx: int) -> bool:
@@ -57,7 +52,7 @@ def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_laye
         found = estimate(
             header,
             ctx=kv_cells(at_ctx, ctx),
-            n_seq=sequences(options),
+            n_seq=options.slots,
             kv_type_k=options.cache_type_k,
             kv_type_v=options.cache_type_v,
             n_ubatch=min(options.ubatch_size, options.batch_size),

@@ -13,7 +13,6 @@ from edgeinfer.models.native import llama
 
 DEFAULT_CONTEXT = 8192
 SHIFTABLE = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")     # types of K whose rotation llama.cpp can change
-SPARE = 1                                                # sequence ids beyond the slots, for work within a shared KV cache
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def check_options(options: LlamaOptions) -> None:
     for name, low in lowest.items():
         if getattr(options, name) < low:
             raise BadRequest(f"{name} must be at least {low}, not {getattr(options, name)}.")
-    most = llama().llama_max_parallel_sequences() - SPARE
+    most = llama().llama_max_parallel_sequences()
     if options.slots > most:
         raise BadRequest(f"llama.cpp can hold {most} conversations; parallel and cache_slots together ask for {options.slots}.")
 

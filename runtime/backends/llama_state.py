@@ -1,4 +1,4 @@
-"""A slot's KV as bytes, and which slots share cells.
+"""A slot's KV as bytes.
 
 llama.cpp's own serialisation trusts the sizes and positions it reads, some of them to the point of ending the process: ours goes in front and makes
 sure that what is given back is, byte by byte, what was once taken from a model of the same kind.
@@ -57,30 +57,3 @@ def sealed_tokens(data: bytes, layout: bytes) -> int | None:
     if (magic, version, digest, size) != (_MAGIC, _FORMAT, layout, len(body)) or zlib.crc32(body) != checksum:
         return None
     return int(tokens)
-
-
-class SharedCells:
-    """How many of their first tokens any two slots have in the same KV cells. llama.cpp keeps one position a cell, not one a sequence and cell."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[tuple[int, int], int] = {}
-
-    def copied(self, src: int, dst: int, length: int) -> None:
-        """``dst``, which was empty, now has the first ``length`` cells of ``src``."""
-        for (one, other), shared in list(self._pairs.items()):
-            if src in (one, other):
-                self._set(dst, other if src == one else one, min(shared, length))
-        self._set(src, dst, length)
-
-    def cut(self, slot: int, length: int) -> None:
-        """From its token ``length`` on, ``slot`` has no cells or cells of its own."""
-        if self._pairs:
-            self._pairs = {pair: kept for pair, shared in self._pairs.items() if (kept := min(shared, length) if slot in pair else shared) > 0}
-
-    def of(self, slot: int) -> int:
-        """The most that ``slot`` shares with another one."""
-        return max((shared for pair, shared in self._pairs.items() if slot in pair), default=0)
-
-    def _set(self, one: int, other: int, length: int) -> None:
-        if length > 0:
-            self._pairs[min(one, other), max(one, other)] = length

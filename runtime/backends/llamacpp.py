@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +24,9 @@ from edgeinfer.models.memory import kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function, release_compute_threads
 from edgeinfer.runtime.backends.llama_batch import Batch, Group, groups
 from edgeinfer.runtime.backends.llama_lora import Adapters, check_adapter, parse_lora
-from edgeinfer.runtime.backends.llama_memory import check_memory, context_size, kv_cells, long_rope, output_rows, sequences
+from edgeinfer.runtime.backends.llama_memory import check_memory, context_size, kv_cells, long_rope, output_rows
 from edgeinfer.runtime.backends.llama_options import SHIFTABLE, LlamaOptions, check_options, flash_attention, ggml_type, gpu_layers, usable_cores
-from edgeinfer.runtime.backends.llama_state import SharedCells, layout_digest, read_slot, seal, sealed_tokens, write_slot
+from edgeinfer.runtime.backends.llama_state import layout_digest, read_slot, seal, sealed_tokens, write_slot
 from edgeinfer.runtime.backends.llama_vocab import LlamaVocab
 from edgeinfer.runtime.values import BackendInfo, Chunk, StepPlan, StepResult
 
@@ -48,35 +49,32 @@ class LlamaCppBackend:
         self._n_ctx = context_size(header, options, notices)
         check_memory(header, options, self._n_ctx, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
         self._unified = options.kv_unified
-        self._spare = options.slots
-        self._model = NativeModel(path, gpu_layers=layers, mmap=options.mmap, progress=progress)
-        self._adapters = Adapters(self._model, (), ())
-        try:
-            self._adapters = Adapters(self._model, adapters, adapter_headers)
-            self._context = self._make_context(options, flash)
-        except BaseException:
-            self._adapters.close()
-            self._model.close()
-            raise
-        lib = llama()
-        self._memory = lib.llama_get_memory(self._context)
-        self._window = lib.llama_model_n_swa(self._model.handle)
-        self.vocab = LlamaVocab(self._model, header)
-        self.info = self._describe(header, options, notices)
-        self._layout = layout_digest(self.info.fingerprint, self.info.kv_type, long_rope(header, self._n_ctx))
-        self._batch = Batch(self.info.max_batch)
-        self._n_vocab = self._model.n_vocab
-        self._get_logits = native_function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
-        self._decode = lib.llama_decode
-        self._views: dict[tuple[int, int], tuple[np.ndarray, list[np.ndarray]]] = {}
-        self._shared = SharedCells()
         self._copying = False                            # a copy between streams waits for the next decode
         self._running = False
         self._abort_lock = threading.Lock()
+        self._context: Any = None
+        self._adapters = Adapters()
+        self._model = NativeModel(path, gpu_layers=layers, mmap=options.mmap, progress=progress)
+        try:
+            self._adapters.load(self._model, adapters, adapter_headers)
+            self._context = self._make_context(options, flash)
+            self._memory = llama().llama_get_memory(self._context)
+            self._window = llama().llama_model_n_swa(self._model.handle)
+            self.vocab = LlamaVocab(self._model, header)
+            self.info = self._describe(header, options, notices)
+            self._layout = layout_digest(self.info.fingerprint, self.info.kv_type, long_rope(header, self._n_ctx))
+            self._batch = Batch(self.info.max_batch)
+        except BaseException:
+            self.close()
+            raise
+        self._n_vocab = self._model.n_vocab
+        self._get_logits = native_function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
+        self._decode = llama().llama_decode
+        self._views: dict[tuple[int, int], tuple[np.ndarray, list[np.ndarray]]] = {}
 
     # ------------------------------------------------------------------------------------------------------------- loading
 
-    def _make_context(self, options: LlamaOptions, flash: int) -> int:
+    def _make_context(self, options: LlamaOptions, flash: int) -> Any:
         lib = llama()
         cells = kv_cells(options, self._n_ctx)
         threads = options.threads or usable_cores()
@@ -84,7 +82,7 @@ class LlamaCppBackend:
         params.n_ctx = cells
         params.n_batch = min(options.batch_size, options.kv_size or self._n_ctx)
         params.n_ubatch = min(options.ubatch_size, params.n_batch)
-        params.n_seq_max = sequences(options)
+        params.n_seq_max = options.slots
         params.n_threads = threads
         params.n_threads_batch = options.threads_batch or threads
         params.type_k = ggml_type(options.cache_type_k)
@@ -140,6 +138,7 @@ class LlamaCppBackend:
             can_export=True,
             layers_offloaded=on_gpu,
             layers=layers,
+            threads=options.threads or usable_cores(),
             system=(lib.llama_print_system_info() or b"").decode("utf-8", "replace").strip(),
             notices=tuple(notices),
         )
@@ -232,16 +231,10 @@ class LlamaCppBackend:
         # Between streams llama.cpp copies whole sequences only (a part of one ends the process); unified cells are shared, so all of it costs nothing.
         llama().llama_memory_seq_cp(self._memory, src, dst, -1, -1)
         llama().llama_memory_seq_rm(self._memory, dst, length, -1)
-        if self._unified:
-            self._shared.copied(src, dst, length)
-        else:
-            self._copying = True
+        self._copying = not self._unified
 
     def truncate(self, slot: int, length: int) -> bool:
-        done = bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
-        if done:
-            self._shared.cut(slot, length)
-        return done
+        return bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
 
     def reusable(self, slot: int, length: int, wanted: int) -> int:
         kept, first = min(length, wanted), llama().llama_memory_seq_pos_min(self._memory, slot)
@@ -251,11 +244,8 @@ class LlamaCppBackend:
     def shift(self, slot: int, keep: int, drop: int) -> None:
         if not self.info.can_shift:
             raise BackendFailed(f"The memory of {self.info.model} cannot shift; start over with a shorter conversation.")
-        if self._shared.of(slot) > keep + drop:
-            self._own(slot, keep + drop, self._shared.of(slot))
         llama().llama_memory_seq_rm(self._memory, slot, keep, keep + drop)
         llama().llama_memory_seq_add(self._memory, slot, keep + drop, -1, -drop)
-        self._shared.cut(slot, keep)
         self._settle(slot)
 
     @property
@@ -287,21 +277,6 @@ class LlamaCppBackend:
         self.truncate(slot, 0)
         return False
 
-    def _own(self, slot: int, start: int, end: int) -> None:
-        """Give the slot cells of its own for tokens ``start .. end``, which it shares with others. Nothing has changed when there is no room."""
-        lib, spare = llama(), self._spare
-        lib.llama_memory_seq_cp(self._memory, slot, spare, start, end)
-        state = read_slot(self._context, spare)
-        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
-        done = bool(state) and write_slot(self._context, spare, state)
-        if done:
-            lib.llama_memory_seq_rm(self._memory, slot, start, end)
-            lib.llama_memory_seq_cp(self._memory, spare, slot, -1, -1)
-        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
-        if not done:
-            raise BackendFailed(f"The KV cache has no room for {end - start:,} tokens that slot {slot} shares with others and was to move.")
-        self._shared.cut(slot, start)
-
     def _settle(self, slot: int) -> None:
         """Let llama.cpp do now what it puts off until the next decode: moving keys to new positions and copying streams.
 
@@ -324,9 +299,9 @@ class LlamaCppBackend:
     def close(self) -> None:
         if self._context:
             llama().llama_free(self._context)
-            self._context = 0
-            self._adapters.close()
-            self._model.close()
+            self._context = None
+        self._adapters.close()
+        self._model.close()
 
 
 def _strlen() -> ctypes.c_void_p:
