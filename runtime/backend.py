@@ -61,7 +61,10 @@ class Backend(Protocol):
         ...
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Forget tokens ``keep .. keep + drop`` of a slot and move all later ones down by ``drop``. Only where ``info.can_shift``."""
+        """Forget tokens ``keep .. keep + drop`` of a slot and move all later ones down by ``drop``. Only where ``info.can_shift``.
+
+        Where ``info.shared_cells``, none of the later ones may be shared with another slot: they would move for that one too.
+        """
         ...
 
     def export_slot(self, slot: int) -> bytes:

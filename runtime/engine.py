@@ -243,9 +243,10 @@ class EngineCore:
         if drop <= 0:
             return False
         assert seq.slot is not None
-        self.backend.shift(seq.slot, seq.keep, drop)
-        self.slots.shifted(seq.slot, seq.keep, drop)
-        seq.shifted(seq.keep, drop)
+        held = self.slots.shift(seq.slot, seq.keep, drop)
+        seq.shifted(seq.keep, drop, held)
+        if self.speculator is not None:
+            self.speculator.forget(seq)                  # its tokens are others now
         self.counters.shifts += 1
         return True
 

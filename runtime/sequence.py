@@ -105,10 +105,10 @@ class Sequence:
         self.preemptions += 1
         self.status = Status.PREEMPTED
 
-    def shifted(self, keep: int, drop: int) -> None:
-        """``drop`` tokens after the first ``keep`` left its context."""
+    def shifted(self, keep: int, drop: int, held: int) -> None:
+        """``drop`` tokens after the first ``keep`` left its context; ``held`` of the others are in the KV."""
         del self.tokens[keep : keep + drop]              # in place: the slot table holds the same list
-        self.num_computed -= drop
+        self.num_computed = held
         self.dropped += drop
         self.shifts += 1
 

@@ -153,11 +153,23 @@ class SlotTable:
         """The owner's first ``length`` tokens are in the KV now."""
         self.slots[index].length = length
 
-    def shifted(self, index: int, keep: int, drop: int) -> None:
-        """``drop`` tokens after the first ``keep`` are gone; what follows was computed when they were still there."""
+    def shift(self, index: int, keep: int, drop: int) -> int:
+        """Let go of ``drop`` tokens after the first ``keep`` of a running slot. Returns how many of those left are in the KV.
+
+        All of them, moved down; what was computed when the lost ones were still there is then no cache for others. Where the cells to be moved may be
+        another slot's too, moving them would move them for that one: then only the first ``keep``, and the owner computes the rest again.
+        """
         slot = self.slots[index]
+        if self._backend.info.shared_cells and self._shared_beyond(slot, keep + drop):
+            if not self._backend.truncate(index, keep):
+                self._backend.truncate(index, 0)
+                keep = 0
+            slot.length = keep
+            return keep
+        self._backend.shift(index, keep, drop)
         slot.length -= drop
         slot.exact = min(slot.exact, keep)
+        return slot.length
 
     def release(self, index: int, length: int, *, keep: bool = True) -> None:
         """The owner is done. Its first ``length`` tokens stay as cache unless ``keep`` is False."""
@@ -199,6 +211,10 @@ class SlotTable:
             self._clear(slot)                            # or of two with the same tokens each would be left to the other
 
     # ----------------------------------------------------------------------------------------------------------- internals
+
+    def _shared_beyond(self, slot: Slot, end: int) -> bool:
+        """Whether any other slot begins with more than ``end`` of the same tokens, so that it may have been copied from this one, or this one from it."""
+        return any(common_prefix(other.tokens, slot.tokens, end + 1) > end for other in self.slots if other is not slot)
 
     def _clear(self, slot: Slot) -> None:
         self._backend.truncate(slot.index, 0)

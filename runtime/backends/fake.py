@@ -116,8 +116,14 @@ class ScriptedBackend:
         return ids[said] if said < len(ids) else END
 
     def _used(self) -> int:
-        # Slots that share a prefix share its cells: count distinct prefixes once.
-        return len({tuple(tokens[: i + 1]) for tokens in self._slots.values() for i in range(len(tokens))})
+        # Slots that share a prefix share its cells: count distinct prefixes once. A prefix is known by a hash that grows with it.
+        prefixes = set()
+        for tokens in self._slots.values():
+            prefix = 0
+            for token in tokens:
+                prefix = hash((prefix, token))
+                prefixes.add(prefix)
+        return len(prefixes)
 
     def forward(self, plan: StepPlan) -> StepResult:
         if self.closed:
@@ -183,6 +189,9 @@ class ScriptedBackend:
     def shift(self, slot: int, keep: int, drop: int) -> None:
         if keep + drop > len(self._slots[slot]):
             raise BackendFailed(f"Slot {slot} holds fewer than {keep + drop} tokens.")
+        moved = self._slots[slot][: keep + drop + 1]
+        if any(other != slot and len(moved) > keep + drop and tokens[: len(moved)] == moved for other, tokens in self._slots.items()):
+            raise BackendFailed(f"Shifting slot {slot} would move cells that another slot shares.")
         del self._slots[slot][keep : keep + drop]
 
     def export_slot(self, slot: int) -> bytes:
