@@ -1,7 +1,7 @@
 """Drafts by a small model of the same family: it reads what the large one reads, and says what it would say.
 
-The draft model has slots of its own. Before it drafts, each slot is cut back to what the sequence really became and reads what is new: one or two tokens
-as a rule. Then all sequences advance together, one forward for each drafted position.
+The draft model has slots of its own. Before it drafts, each slot is cut back to what the sequence really became and reads what is new: one or two
+tokens as a rule. Then all sequences advance together, one forward for each drafted position.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class DraftModel:
     """
 
     costly = True
-    chance = 0.7
+    chance = 0.8                          # of what passes the threshold
 
-    def __init__(self, draft: Backend, target: Backend, *, threshold: float = 0.45, read_ahead: int = 512, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, draft: Backend, target: Backend, *, threshold: float = 0.45, read_ahead: int = 512, clock: Callable[[], float] = time.perf_counter,
+    ):
         if not 0 <= threshold <= 1:
             raise BadRequest(f"The threshold of a draft model is a probability from 0 to 1, not {threshold!r}.")
         _check_vocabularies(draft, target)
@@ -123,7 +125,11 @@ class DraftModel:
         """The slot of nobody present that shares most with the sequence; else the least recently used."""
         if not free:
             return None
-        slot = max(free, key=lambda slot: (common_prefix(slot.tokens, seq.tokens, len(seq.tokens)) if slot.owner is None or slot.owner() is None else 0, -slot.last_used))
+        def worth(slot: _Slot) -> tuple[int, int]:
+            unowned = slot.owner is None or slot.owner() is None
+            return common_prefix(slot.tokens, seq.tokens, len(seq.tokens)) if unowned else 0, -slot.last_used
+
+        slot = max(free, key=worth)
         free.remove(slot)
         slot.owner = ref(seq)
         return slot
@@ -228,4 +234,5 @@ def _check_vocabularies(draft: Backend, target: Backend) -> None:
                 reason = f"token {token} is {small.token_text(token)!r} in one and {large.token_text(token)!r} in the other"
                 break
     if reason is not None:
-        raise BadRequest(f"{draft.info.model} cannot draft for {target.info.model}: their vocabularies differ ({reason}); choose a draft model of the same family.")
+        names = f"{draft.info.model} cannot draft for {target.info.model}"
+        raise BadRequest(f"{names}: their vocabularies differ ({reason}); choose a draft model of the same family.")

@@ -1,14 +1,15 @@
 """Speculative decoding: who proposes, how much is proposed, and when to leave it.
 
-A drafter guesses how an answer goes on; the target model computes the guesses in one forward, beside the newest token, and the sampler draws from each
-row in turn for as long as it draws what was guessed. So the text is the target's own whatever the drafter says, and the only question is whether the
-extra rows cost less than the tokens they win. That is measured, never assumed:
+A drafter guesses how an answer goes on; the target model computes the guesses in one forward, beside the newest token, and the sampler draws from
+each row in turn for as long as it draws what was guessed. So the text is the target's own whatever the drafter says, and the only question is whether
+the extra rows cost less than the tokens they win. That is measured, never assumed:
 
     price of a row    from the time of forwards by their number of rows (`StepCost`)
     chance of a token from what became of earlier drafts of the same kind, in this answer and in all others
 
-Rows go one by one to the answer whose next guess is likeliest to be right; the number of rows with most tokens per second wins. And an answer may lose
-only what it has won by drafts before, a small start, and one token in a hundred: whatever the estimates say, a text that cannot be guessed is not slowed.
+Rows go one by one to the answer whose next guess is likeliest to be right; the number of rows with most tokens per second wins. And an answer may
+lose only what it has won by drafts before, a small start, and one token in a hundred: whatever the estimates say, a text that cannot be guessed is
+not slowed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SUREST = 0.99
 
 
 class Draft(NamedTuple):
-    """How an answer may go on. ``kind`` says what the guess rests on: chances are learned per kind; ``chance`` of a token to be right stands in before."""
+    """How an answer may go on. ``kind`` says what the guess rests on: chances are learned per kind. ``chance`` of a token stands in before that."""
 
     tokens: list[int]
     kind: int = 0
@@ -46,7 +47,7 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Guesses continuations. Called from the engine's thread only."""
 
-    costly: bool                                 # drafting takes time: how far is decided before. Otherwise a draft is made first and cut to what pays
+    costly: bool                                 # drafting takes time: how far is decided before; else a draft is made first and cut to what pays
     chance: float                                # of a token to be right, for what is decided before
 
     def draft(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[Draft]:
@@ -238,7 +239,8 @@ class Speculator:
 
     def _worthwhile(self, chances: list[float], limits: list[int], room: int, width: int) -> list[int]:
         """How many tokens of each draft to verify, within its limit, for most tokens per second; none at all where that is not clearly more."""
-        guesses = sorted((-(chance ** depth), depth, at) for at, (chance, limit) in enumerate(zip(chances, limits, strict=True)) for depth in range(1, limit + 1))
+        pairs = enumerate(zip(chances, limits, strict=True))
+        guesses = sorted((-(chance ** depth), depth, at) for at, (chance, limit) in pairs for depth in range(1, limit + 1))
         lengths, expected = [0] * len(limits), 0.0
         best, best_rate = list(lengths), 1.0
         for rows, (chance, depth, at) in enumerate(guesses[:room], 1):

@@ -1,7 +1,7 @@
 """How long a forward takes, by the number of rows in it, learned while serving.
 
-Kernels have steps (four rows may cost hardly more than three), so each row count is measured for itself; between and beyond the measured ones a typical
-curve is scaled to pass through them.
+Kernels have steps (four rows may cost hardly more than three), so each row count is measured for itself; between and beyond the measured ones a
+typical curve is scaled to pass through them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _bucket(rows: int) -> int:
 
 
 class StepCost:
-    """Seconds of a forward by its rows: moving averages of what was measured, in the logarithm, so that all of it scales when the machine slows down."""
+    """Seconds of a forward by its rows: moving averages of what was measured, in the logarithm, so that all scales when the machine slows down."""
 
     def __init__(self) -> None:
         self._offsets: dict[int, float] = {}             # rows -> log(measured / typical)
