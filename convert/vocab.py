@@ -231,8 +231,8 @@ def _post_processor(part: dict[str, Any] | None) -> tuple[bool | None, bool | No
 def _assemble(checkpoint: Checkpoint, read: _Read, added: dict[int, AddedToken], problems: list[str]) -> GGUFVocab | None:
     rows, table = checkpoint.vocab_rows, read.table
     if rows is not None and len(table.texts) > rows:
-        beyond = len(table.texts) - rows
-        problems.append(f"The tokenizer has {len(table.texts)} tokens and the embedding has {rows} rows: the last {beyond} tokens have no weights.")
+        more = len(table.texts) - rows
+        problems.append(f"The tokenizer has {len(table.texts)} tokens and the embedding has {rows} rows: the last {more} tokens have no weights.")
     size = max(rows or 0, len(table.texts))
     table = vocab_tables.padded(table, size)
     problems += vocab_tables.duplicates(table)
@@ -245,7 +245,8 @@ def _assemble(checkpoint: Checkpoint, read: _Read, added: dict[int, AddedToken],
     configs = [checkpoint.config, checkpoint.generation_config]
     stops = stop_tokens.collect(ids["eos"], configs, checkpoint.chat_template, markers, table.texts)
     if rows is not None:
-        problems += [f"{name}_token_id is {token}, and there are {size} tokens." for name, token in ids.items() if token is not None and token >= size]
+        beyond = {name: token for name, token in ids.items() if token is not None and token >= size}
+        problems += [f"{name}_token_id is {token}, and there are {size} tokens." for name, token in beyond.items()]
         problems += [f"config.json or generation_config.json stops at token {token}, and there are {size}." for token in stops.ids if token >= size]
     if stops.eos is None and named_token(checkpoint, "eos_token") is None:
         # Without a key llama.cpp takes some fixed id for it, and would stop at an ordinary word.
