@@ -58,8 +58,8 @@ def open_source(source: Checkpoint | Path | str, target: Target, pre: str | None
 
 
 def from_checkpoint(checkpoint: Checkpoint, target: Target, pre: str | None) -> Source:
-    """A Hugging Face checkpoint. Its config, the weights against it, the config against llama.cpp, and the tokenizer are all looked at before anything
-    is raised, each as far as it can be without what is wrong.
+    """A Hugging Face checkpoint. Its config, the weights against it, the config against llama.cpp, and the tokenizer are all looked at before
+    anything is raised, each as far as it can be without what is wrong.
     """
     from edgeinfer.convert.vocab import read_vocab
 

@@ -111,8 +111,9 @@ def test_a_config_that_says_no_sizes_hides_nothing_that_can_be_known_without_the
     edit(folder / "tokenizer_config.json", eos_token="<|nowhere|>")
     problems = list(refuse(folder).problems)
     expected = (
-        "config.json: The key 'vocab_size' is missing", "config.json: The key 'hidden_size' is missing", "'spiral'", "00001-of-00002.safetensors is incomplete",
-        "00002-of-00002.safetensors is missing", "pre-tokenizer", "'<|nowhere|>', which is not in the vocabulary",
+        "config.json: The key 'vocab_size' is missing", "config.json: The key 'hidden_size' is missing", "'spiral'",
+        "00001-of-00002.safetensors is incomplete", "00002-of-00002.safetensors is missing", "pre-tokenizer",
+        "'<|nowhere|>', which is not in the vocabulary",
     )
     for word in expected:
         assert sum(word in problem for problem in problems) == 1, word
