@@ -13,7 +13,7 @@ from edgeinfer.errors import BadRequest, ModelDamaged
 from edgeinfer.models.checkpoint import Checkpoint
 from edgeinfer.models.ggml_types import BY_NAME
 from edgeinfer.models.gguf_header import read_header
-from edgeinfer.models.memory import KV_TYPES, estimate, kv_bytes_per_token
+from edgeinfer.models.memory import KV_TYPES, _group_memory, available_memory, estimate, format_bytes, kv_bytes_per_token, parse_bytes
 from edgeinfer.models.native import NativeModel, captured_logs, llama
 
 TYPE_NUMBERS = {"f16": 1, "q8_0": 8, "q4_0": 2}
@@ -27,13 +27,13 @@ def smollm2(smollm2_gguf: Path):
     model.close()
 
 
-def allocated(model: NativeModel, *, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool) -> tuple[float, float]:
+def allocated(model: NativeModel, *, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool, unified: bool) -> tuple[float, float]:
     """(MiB of KV cache, MiB of compute buffers) that llama.cpp logs when it makes such a context."""
     lib = llama()
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max, params.n_batch, params.n_ubatch, params.n_outputs_max = ctx, n_seq, max(ctx, n_ubatch), n_ubatch, n_outputs
     params.type_k = params.type_v = TYPE_NUMBERS[kv]
-    params.flash_attn_type, params.kv_unified = int(flash), True
+    params.flash_attn_type, params.kv_unified = int(flash), unified
     with captured_logs() as lines:
         context = lib.llama_init_from_model(model.handle, params)
     assert context
@@ -48,22 +48,26 @@ def allocated(model: NativeModel, *, ctx: int, n_seq: int, kv: str, n_ubatch: in
     return total("KV"), total("compute")
 
 
-@pytest.mark.parametrize(("ctx", "n_seq", "kv", "n_ubatch", "n_outputs", "flash"), [
-    (512, 1, "f16", 512, 512, True),
-    (2048, 1, "f16", 512, 512, True),
-    (2000, 4, "f16", 512, 4, True),
-    (8192, 4, "q8_0", 256, 4, True),
-    (2048, 16, "q4_0", 512, 16, True),
-    (4096, 1, "f16", 512, 1, False),
-    (16384, 2, "f16", 128, 128, True),
-    (100, 1, "f16", 512, 1, True),
+@pytest.mark.parametrize(("ctx", "n_seq", "kv", "n_ubatch", "n_outputs", "flash", "unified"), [
+    (512, 1, "f16", 512, 512, True, True),
+    (2048, 1, "f16", 512, 512, True, True),
+    (2000, 4, "f16", 512, 4, True, True),
+    (8192, 4, "q8_0", 256, 4, True, True),
+    (2048, 16, "q4_0", 512, 16, True, True),
+    (4096, 1, "f16", 512, 1, False, True),
+    (16384, 2, "f16", 128, 128, True, True),
+    (100, 1, "f16", 512, 1, True, True),
+    (8192, 42, "f16", 512, 48, True, True),
+    (8192, 4, "f16", 512, 36, True, False),
+    (4 * 1100, 4, "f16", 512, 36, False, False),
 ])
 def test_agrees_with_llama_cpp(
-    smollm2: NativeModel, smollm2_gguf: Path, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool
+    smollm2: NativeModel, smollm2_gguf: Path, ctx: int, n_seq: int, kv: str, n_ubatch: int, n_outputs: int, flash: bool, unified: bool
 ) -> None:
-    real_kv, real_compute = allocated(smollm2, ctx=ctx, n_seq=n_seq, kv=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash=flash)
+    real_kv, real_compute = allocated(smollm2, ctx=ctx, n_seq=n_seq, kv=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash=flash, unified=unified)
     ours = estimate(
-        read_header(smollm2_gguf), ctx=ctx, n_seq=n_seq, kv_type_k=kv, kv_type_v=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash
+        read_header(smollm2_gguf), ctx=ctx, n_seq=n_seq, kv_type_k=kv, kv_type_v=kv, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash,
+        kv_unified=unified,
     )
     assert ours.kv / MIB == pytest.approx(real_kv, abs=0.006)                # the log rounds to hundredths
     assert real_compute / 1.5 < ours.compute / MIB < real_compute * 1.5
@@ -110,7 +114,7 @@ def test_arguments_that_cannot_be() -> None:
             kv_bytes_per_token(_spec(), type_k=name)
     with pytest.raises(BadRequest, match="ctx must be 1 or more"):
         estimate(_spec(), ctx=0)
-    with pytest.raises(BadRequest, match="32 at a time"):
+    with pytest.raises(BadRequest, match="heads have 8 values.* 32 at a time; use -ctk f16"):
         kv_bytes_per_token(_spec(head_dim=8), type_k="q8_0")
 
 
@@ -127,3 +131,38 @@ def test_a_header_without_dimensions_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bare.gguf").write_bytes(mutate.header(keys=1) + mutate.key(b"general.architecture", mutate.STRING, mutate.text(b"llama")))
     with pytest.raises(ModelDamaged, match=r"'llama\.block_count'"):
         estimate(read_header(tmp_path / "bare.gguf"), ctx=256)
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    (1, 1), ("1000", 1000), ("2GiB", 2 << 30), ("2G", 2 << 30), ("2gb", 2_000_000_000), ("1.5 MiB", 3 << 19), ("512 K", 512 << 10), ("3B", 3), (" 1T ", 1 << 40),
+])
+def test_sizes_as_users_write_them(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", [0, -1, True, "", "GiB", "-1G", "1e9", "2 giga", "iB", "3iB", "0", "1.5.2G", None, 2.5, "0.1"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(BadRequest, match="no amount of memory"):
+        parse_bytes(text)                                # type: ignore[arg-type]
+
+
+def test_sizes_for_people() -> None:
+    assert [format_bytes(size) for size in (0, 1023, 1024, 1536, 3 << 20, 250 << 20, 5 << 30)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "1.5 KiB", "3.0 MiB", "250 MiB", "5.0 GiB",
+    ]
+
+
+def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
+    new, old, none, free, over = (tmp_path / name for name in ("new", "old", "none", "free", "over"))
+    for folder in (new, old / "memory", none, free, over):
+        folder.mkdir(parents=True)
+    for folder, limit, used in ((new, "5000", "3500"), (free, "max", "3500"), (over, "1000", "1500")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+        (folder / "memory.stat").write_text("anon 100\ninactive_file 300\nactive_file 7\n")
+    (old / "memory" / "memory.limit_in_bytes").write_text("5000\n")
+    (old / "memory" / "memory.usage_in_bytes").write_text("4000\n")
+    (old / "memory" / "memory.stat").write_text("inactive_file 100\ntotal_inactive_file 250\n")
+    assert _group_memory(new) == 1800 and _group_memory(old) == 1250 and _group_memory(over) == 0
+    assert _group_memory(free) == _group_memory(none) > 2**60
+    assert 2**20 < available_memory() < 2**60

@@ -66,14 +66,14 @@ def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_laye
     if options.max_memory is not None:
         budget = parse_bytes(options.max_memory)
         if need.total > budget:
-            raise OutOfMemory(_refusal(header, need, n_ctx, f"max_memory allows {format_bytes(budget)}", lambda ctx: needed(ctx).total <= budget))
+            raise OutOfMemory(_refusal(header, options, need, n_ctx, f"max_memory allows {format_bytes(budget)}", lambda ctx: needed(ctx).total <= budget))
     if gpu_layers == 0:
         available = available_memory()
         # Mapped weights are the file's pages in the system's cache, which can be dropped and read again: slow, but no reason to refuse.
         certain = 0 if options.mmap else need.weights
         if certain + need.kv + need.compute > available:
             fits = f"this machine has {format_bytes(available)} available"
-            raise OutOfMemory(_refusal(header, need, n_ctx, fits, lambda ctx: certain + needed(ctx).kv + needed(ctx).compute <= available))
+            raise OutOfMemory(_refusal(header, options, need, n_ctx, fits, lambda ctx: certain + needed(ctx).kv + needed(ctx).compute <= available))
         if need.total > available:
             notices.append(
                 f"The weights, {format_bytes(need.weights)}, do not fit beside the KV cache into the {format_bytes(available)} of memory that are available: expect them "
@@ -82,12 +82,14 @@ def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_laye
     return need
 
 
-def _refusal(header: GGUFHeader, need: MemoryEstimate, n_ctx: int, limit: str, fits: Callable[[int], bool]) -> str:
+def _refusal(header: GGUFHeader, options: LlamaOptions, need: MemoryEstimate, n_ctx: int, limit: str, fits: Callable[[int], bool]) -> str:
     smaller = n_ctx // 2
     while smaller >= CELLS and not fits(smaller):
         smaller //= 2
     way_out = f"--ctx-size {smaller} would fit" if smaller >= CELLS else "no context would fit: take a smaller model or a smaller quantisation"
+    if options.cache_type_k == options.cache_type_v == "f16":
+        way_out += ", and -ctk q8_0 -ctv q8_0 would halve the KV cache"
     return (
         f"{header.path.name} needs {format_bytes(need.total)} (weights {format_bytes(need.weights)}, KV cache {format_bytes(need.kv)} for a context of {n_ctx:,} tokens, "
-        f"compute buffers {format_bytes(need.compute)}), and {limit}; {way_out}, and a smaller KV type (-ctk q8_0 -ctv q8_0) halves the KV cache."
+        f"compute buffers {format_bytes(need.compute)}), and {limit}; {way_out}."
     )

@@ -1,0 +1,118 @@
+"""What a model needs is known before llama.cpp is asked for any of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import edgeinfer
+import pytest
+from edgeinfer.errors import BadRequest, OutOfMemory
+from edgeinfer.models.gguf_header import read_header
+from edgeinfer.models.memory import parse_bytes
+from edgeinfer.runtime.backends import llama_memory
+from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
+from edgeinfer.runtime.values import Chunk, StepPlan
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch) -> None:
+    def loads(*_args: object, **_options: object) -> None:
+        raise AssertionError("llama.cpp was asked to load something")
+
+    monkeypatch.setattr("edgeinfer.runtime.backends.llamacpp.NativeModel", loads)
+
+
+def check(path: Path, notices: list[str] | None = None, *, gpu_layers: int = 0, adapter_bytes: int = 0, **options):
+    asked = LlamaOptions(**options)
+    header = read_header(path)
+    return llama_memory.check_memory(header, asked, llama_memory.context_size(header, asked, []), gpu_layers, adapter_bytes, [] if notices is None else notices)
+
+
+def test_a_budget_is_kept_before_anything_is_loaded(smollm2_gguf, nothing_loads) -> None:
+    """case 92: an error with every number and the way out, where others end the process."""
+    with pytest.raises(OutOfMemory) as caught:
+        edgeinfer.load(smollm2_gguf, max_memory="256MiB")
+    text = str(caught.value)
+    assert re.search(r"needs \d+ MiB \(weights 92\.\d MiB, KV cache 180 MiB for a context of 8,192 tokens, compute buffers [\d.]+ MiB\)", text), text
+    assert "max_memory allows 256 MiB" in text and "\n" not in text
+    (fitting,) = re.findall(r"--ctx-size (\d+) would fit", text)
+    assert check(smollm2_gguf, max_memory="256MiB", ctx_size=int(fitting)).total <= 256 << 20
+    with pytest.raises(OutOfMemory):
+        check(smollm2_gguf, max_memory="256MiB", ctx_size=2 * int(fitting))
+    with pytest.raises(OutOfMemory, match="no context would fit: take a smaller"):
+        edgeinfer.load(smollm2_gguf, max_memory=50_000_000)
+
+
+def test_a_budget_counts_all_that_is_asked_for(smollm2_gguf) -> None:
+    plain = check(smollm2_gguf, ctx_size=2048)
+    per_token = plain.kv_bytes_per_token
+    assert plain.kv == 2048 * per_token
+    assert check(smollm2_gguf, ctx_size=2048, kv_size=8192).kv == 8192 * per_token
+    assert check(smollm2_gguf, ctx_size=2048, kv_unified=False, parallel=3).kv == 3 * 2048 * per_token
+    assert check(smollm2_gguf, ctx_size=2048, kv_unified=False, parallel=3, cache_slots=2).kv == 5 * 2048 * per_token
+    assert check(smollm2_gguf, ctx_size=2048, cache_type_k="q8_0", cache_type_v="q8_0").kv == plain.kv * 34 // 64
+    assert check(smollm2_gguf, ctx_size=2048, adapter_bytes=1000).weights == plain.weights + 1000
+    # Idle conversations in a shared cache take no memory of their own.
+    assert check(smollm2_gguf, ctx_size=2048, cache_slots=100).kv == plain.kv
+    assert check(smollm2_gguf, ctx_size=2048, max_memory=plain.total) == plain
+    with pytest.raises(OutOfMemory):
+        check(smollm2_gguf, ctx_size=2048, max_memory=plain.total - 1)
+
+
+def test_a_machine_without_the_memory_is_said_before_loading(smollm2_gguf, monkeypatch, nothing_loads) -> None:
+    """case 92: the KV cache and the buffers must fit; mapped weights need not, but it is said."""
+    need = check(smollm2_gguf)
+    monkeypatch.setattr(llama_memory, "available_memory", lambda: need.kv + need.compute - 1)
+    with pytest.raises(OutOfMemory, match="this machine has .* available"):
+        edgeinfer.load(smollm2_gguf)
+    monkeypatch.setattr(llama_memory, "available_memory", lambda: need.kv + need.compute)
+    notices: list[str] = []
+    assert check(smollm2_gguf, notices) == need
+    assert len(notices) == 1 and "do not fit beside the KV cache" in notices[0]
+    with pytest.raises(OutOfMemory, match="this machine has"):
+        check(smollm2_gguf, mmap=False)
+    # On a GPU most of it lives elsewhere.
+    assert check(smollm2_gguf, gpu_layers=99, mmap=False) == need
+    monkeypatch.setattr(llama_memory, "available_memory", lambda: need.total)
+    notices.clear()
+    check(smollm2_gguf, notices, mmap=False)
+    assert notices == []
+
+
+def test_a_context_nobody_has_memory_for(smollm2_gguf, nothing_loads) -> None:
+    """case 92, on this machine as it is."""
+    with pytest.raises(OutOfMemory, match="would fit"):
+        edgeinfer.load(smollm2_gguf, ctx_size=100_000_000)
+
+
+@pytest.mark.parametrize("wrong", ["much", "-1GiB", 0, ""])
+def test_a_budget_that_is_none(smollm2_gguf, nothing_loads, wrong) -> None:
+    with pytest.raises(BadRequest, match="no amount of memory"):
+        edgeinfer.load(smollm2_gguf, max_memory=wrong)
+
+
+def test_a_model_within_its_budget_runs(smollm2_gguf) -> None:
+    need = check(smollm2_gguf, ctx_size=512, parallel=2)
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=512, parallel=2, threads=1, max_memory=need.total))
+    try:
+        assert backend.info.kv_cells * backend.info.kv_bytes_per_token == need.kv
+        assert backend.forward(StepPlan(decodes=(Chunk(0, 0, [1], 1),))).logits[0].shape == (1, backend.info.n_vocab)
+    finally:
+        backend.close()
+    assert parse_bytes("1GiB") == GIB
+
+
+def test_options_that_contradict_each_other(smollm2_gguf, nothing_loads) -> None:
+    for options, words in (
+        ({"kv_unified": False, "kv_size": 4096}, "shared KV cache"),
+        ({"ctx_size": 512, "kv_size": 100}, "smaller than the context"),
+        ({"parallel": 200}, "256 conversations"),
+        ({"parallel": 10, "cache_slots": 250}, "256 conversations"),
+        ({"cache_slots": -2}, "cache_slots must be at least -1"),
+        ({"max_draft_rows": -1}, "max_draft_rows must be"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            edgeinfer.load(smollm2_gguf, **options)
