@@ -14,6 +14,7 @@ not slowed.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ _LEAST_GAIN = 1.05                        # expected tokens per second with draf
 _OWN_MEMORY, _COMMON_MEMORY = 8.0, 100.0  # guesses that an estimate remembers: one answer's, everybody's
 _PRIOR_WEIGHT = 4.0                       # guesses that an estimate is worth where it stands in for experience
 _FADING = 0.998                           # of what all answers learned, for each step: nothing is given up for good
-_SUREST = 0.99
+_SUREST, _LEAST = 0.99, 0.03              # chances beyond these are not told apart
+_HOPELESS = math.log(_LEAST)
 
 
 class Draft(NamedTuple):
@@ -145,21 +147,23 @@ class Speculator:
             record.tried *= _FADING
         if not self._costs.known or room < 1:
             return
-        width = len(sequences) + others
         accounts = [self._account(seq) for seq in sequences]
-        prices = self._prices(width)
+        for account in accounts:
+            if account.credit < _START:
+                account.credit += _ALLOWANCE
         longest = min(self._max_draft, room)
-        limits = [min(longest, seq.draft_limit(n_ctx), self._affordable(account, prices)) for seq, account in zip(sequences, accounts, strict=True)]
+        limits = [min(longest, seq.draft_limit(n_ctx)) for seq in sequences]
+        width = len(sequences) + others
         if self._drafter.costly:
             drafts = [Draft([], 0, self._drafter.chance)] * len(sequences)
-            limits = self._worthwhile(self._chances(accounts, drafts), limits, room, width)
-            if any(limits):
-                drafts = self._drafter.draft(sequences, limits)
+            lengths = self._lengths(accounts, drafts, limits, room, width)
+            if not any(lengths):
+                return
+            drafts = self._drafter.draft(sequences, lengths)
         else:
             drafts = self._drafter.draft(sequences, limits)
-            lengths = [min(limit, len(draft.tokens)) for limit, draft in zip(limits, drafts, strict=True)]
-            limits = self._worthwhile(self._chances(accounts, drafts), lengths, room, width) if any(lengths) else lengths
-        chosen = [draft.tokens[:limit] if limit > 0 else [] for draft, limit in zip(drafts, limits, strict=True)]
+            lengths = self._lengths(accounts, drafts, [len(draft.tokens) for draft in drafts], room, width)
+        chosen = [draft.tokens[:length] for draft, length in zip(drafts, lengths, strict=True)]
         total = sum(map(len, chosen))
         if not total:
             return
@@ -202,12 +206,22 @@ class Speculator:
             account = self._accounts[seq] = _Account()
         return account
 
+    def _lengths(self, accounts: list[_Account], drafts: list[Draft], limits: list[int], room: int, width: int) -> list[int]:
+        """How many tokens of each draft to verify: at most its limit, what the answer can afford, and what is worth its rows."""
+        if not any(limits):
+            return limits
+        chances = self._chances(accounts, drafts)
+        limits = [min(limit, int(_HOPELESS / math.log(chance))) for limit, chance in zip(limits, chances, strict=True)]
+        prices = self._prices(width, max(limits))
+        limits = [min(limit, self._affordable(account, prices)) if limit else 0 for limit, account in zip(limits, accounts, strict=True)]
+        return self._worthwhile(chances, limits, room, width) if any(limits) else limits
+
     def _chances(self, accounts: list[_Account], drafts: list[Draft]) -> list[float]:
         """Of each draft: how likely a token of it is right, given that those before it are."""
         chances = []
         for account, draft in zip(accounts, drafts, strict=True):
             common = self._common.get(draft.kind, _NOTHING).chance(draft.chance)
-            chances.append(min(_SUREST, account.records.get(draft.kind, _NOTHING).chance(common)))
+            chances.append(min(_SUREST, max(_LEAST, account.records.get(draft.kind, _NOTHING).chance(common))))
         return chances
 
     def _tokens(self, width: int, rows: int, lengths: list[int]) -> float:
@@ -219,18 +233,16 @@ class Speculator:
             extra += sum(self._drafter.seconds(sum(length > depth for length in lengths)) for depth in range(max(lengths)))
         return max(0.0, extra) * width / plain
 
-    def _prices(self, width: int) -> list[float]:
+    def _prices(self, width: int, longest: int) -> list[float]:
         """Price of a draft of 1, 2, 3, ... tokens for one answer; never falling."""
         prices: list[float] = []
-        for length in range(1, self._max_draft + 1):
+        for length in range(1, longest + 1):
             price = self._tokens(width, length, [length])
             prices.append(max(price, prices[-1]) if prices else price)
         return prices
 
     def _affordable(self, account: _Account, prices: list[float]) -> int:
-        """The longest draft that the answer could lose whole. Called once a step: each one earns the answer a little."""
-        if account.credit < _START:
-            account.credit += _ALLOWANCE
+        """The longest draft that the answer could lose whole."""
         count = bisect_right(prices, account.credit)
         if not count and not account.off:
             self._switched_off += 1

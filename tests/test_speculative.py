@@ -237,7 +237,8 @@ def two_cores(rows: int) -> float:
 
 
 def answer(
-    speculator: Speculator, prompt: list[int], said: list[int], cost: Callable[[int], float], *, others: int = 0, noise=None, text: Text | None = None,
+    speculator: Speculator, prompt: list[int], said: list[int], cost: Callable[[int], float],
+    *, others: int = 0, noise=None, text: Text | None = None,
 ) -> float:
     """Let the engine say ``said`` after ``prompt``; returns the seconds it took, of forwards that take what ``cost`` says."""
     text = text or Text(prompt)
