@@ -90,6 +90,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     p = command("chat", _chat, "Chat with a model in the terminal.")
     p.add_argument("model", metavar="MODEL", nargs="?", default="smollm2-135m", help="a .gguf file, a store or catalogue name, or a hub id (default: smollm2-135m)")
     _model_options(p)
+    _saving_options(p)
     _sampling_options(p)
 
     p = command("run", _run, "Print one answer, streamed.")
@@ -98,6 +99,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     p.add_argument("--raw", action="store_true", help="continue PROMPT as it is, without the chat template")
     p.add_argument("--json", action="store_true", help="print one JSON document: text, finish reason, usage, timings")
     _model_options(p)
+    _saving_options(p)
     _sampling_options(p)
 
     p = command("bench", _bench, "Measure how fast a model is here: kernels, several sequences at once, and serving.")
@@ -134,6 +136,11 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("-fa", "--flash-attn", default="auto", choices=("auto", "on", "off"))
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file that replaces the model's template")
     group.add_argument("--offline", action="store_true", help="never use the network")
+
+
+def _saving_options(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("saved conversations")
+    group.add_argument("--kv-dir", type=Path, metavar="DIR", help="keep what was computed of conversations here, and go on from it next time")
 
 
 def _sampling_options(p: argparse.ArgumentParser) -> None:
@@ -243,6 +250,8 @@ def _params(args: argparse.Namespace) -> Any:
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("ctx_size", "batch_size", "ubatch_size", "threads", "threads_batch", "gpu_layers", "device", "cache_type_k", "cache_type_v", "flash_attn")
     options = {name: getattr(args, name) for name in names}
+    if getattr(args, "kv_dir", None) is not None:        # bench has no such option: it measures
+        options["kv_cache_dir"] = args.kv_dir
     if args.chat_template is not None:
         options["chat_template"] = _read_text(args.chat_template)
     return options
@@ -294,6 +303,8 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps(_answer_document(engine.info, stream), ensure_ascii=False, indent=2))
         else:
             sys.stdout.write("\n")
+    for notice in engine.notices[len(engine.info.notices):]:
+        print(f"edgeinfer: {notice}", file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
 
@@ -338,7 +349,7 @@ def _bench(args: argparse.Namespace) -> int:
     from edgeinfer.runtime.bench.command import run
 
     with _Progress(show=str) as progress:
-        return run(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress)
+        return run(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress, __version__)
 
 
 # -------------------------------------------------------------------------------------------------------------------- convert

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,7 @@ NEXT = 24                                                # tokens after the save
 
 @contextmanager
 def backend_of(path: Path, **options) -> Iterator[LlamaCppBackend]:
-    backend = LlamaCppBackend(path, LlamaOptions(**{"ctx_size": 1024, "parallel": 2, "threads": 2} | options))
+    backend = LlamaCppBackend(path, LlamaOptions(**{"ctx_size": 1024, "parallel": 2, "threads": 1} | options))
     try:
         yield backend
     finally:
@@ -28,7 +31,7 @@ def backend_of(path: Path, **options) -> Iterator[LlamaCppBackend]:
 
 
 def engine_of(path: Path, folder: Path, **options) -> edgeinfer.Engine:
-    return edgeinfer.load(path, kv_cache_dir=folder, **{"ctx_size": 1024, "parallel": 2, "threads": 2} | options)
+    return edgeinfer.load(path, kv_cache_dir=folder, **{"ctx_size": 1024, "parallel": 2, "threads": 1} | options)
 
 
 def read(backend: LlamaCppBackend, slot: int, tokens: list[int], start: int = 0, wanted: int = 0) -> np.ndarray | None:
@@ -94,3 +97,14 @@ def test_kv_laid_out_in_another_way_is_not_taken(smollm2_gguf, tmp_path) -> None
     with engine_of(smollm2_gguf, tmp_path, flash_attn="off") as engine:
         again, _, cached = ask(engine, chat)
         assert cached == 0 and bool(again) == bool(text)
+
+
+def test_the_next_run_on_the_same_document_does_not_read_it_again(smollm2_gguf, tmp_path) -> None:
+    def run(question: str) -> dict:
+        words = ["run", str(smollm2_gguf), "-", "--kv-dir", str(tmp_path / "kv"), "--json", "--temp", "0", "-n", "4", "-c", "1024", "-t", "1"]
+        done = subprocess.run([sys.executable, "-m", "edgeinfer", *words], input=TEXT[:1300] + question, capture_output=True, text=True, check=True)
+        assert not done.stderr
+        return json.loads(done.stdout)["usage"]
+
+    assert run("\nWho is it about?")["cached_tokens"] == 0
+    assert run("\nWhere is it?")["cached_tokens"] > 250
