@@ -39,7 +39,7 @@ def engine(smollm2_gguf) -> Iterator[edgeinfer.Engine]:
 
 @pytest.fixture
 def backend(smollm2_gguf) -> Iterator[LlamaCppBackend]:
-    loaded = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=1024, parallel=4))
+    loaded = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=1024, parallel=4))
     yield loaded
     loaded.close()
 
@@ -119,6 +119,16 @@ def test_the_context_limit_ends_an_answer(smollm2_gguf) -> None:
         assert caught.value.needed > 400 and caught.value.available == 256
 
 
+def test_a_shifting_context_goes_on_to_the_end(smollm2_gguf) -> None:
+    """case 70: the old tokens go, the answer goes on, and max_tokens ends it."""
+    with edgeinfer.load(smollm2_gguf, ctx_size=256, parallel=2, threads=1) as engine:
+        stream = engine.chat(ask("Count from one to a thousand."), ignore_eos=True, max_tokens=500, temperature=0, context_policy="shift")
+        text = stream.text()
+        assert stream.finish_reason is FinishReason.LENGTH and stream.usage.completion_tokens == 500
+        assert stream.timings.shifts >= 2 and stream.usage.dropped_tokens > 250 and len(text) > 500
+        assert "Tokyo" in engine.chat(ask("What is the capital of Japan?"), temperature=0, max_tokens=20).text()
+
+
 def test_a_seed_repeats_and_no_seed_does_not(engine) -> None:
     """case 84: the second time most of the prompt is cached, and it still repeats."""
     prompt = ask("Tell me a story about a fox.")
@@ -172,7 +182,7 @@ def test_markers_in_a_users_text_stay_text(engine) -> None:
 @pytest.mark.parametrize("kv_unified", [True, False])
 def test_reused_equals_fresh(smollm2_gguf, kv_unified) -> None:
     """A prefix taken over, copied from another slot, or computed anew gives the same next-token distribution (up to the shape of the batch)."""
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=1024, parallel=4, kv_unified=kv_unified))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=1024, parallel=4, kv_unified=kv_unified))
     tokens = backend.vocab.encode(STORY, add_special=False, parse_special=False)
     split = len(tokens) // 2
     fresh = run(backend, 0, 0, tokens)
@@ -214,7 +224,7 @@ def test_a_step_with_decoders_and_a_prompt_keeps_rows_apart(backend) -> None:
 @pytest.mark.parametrize("kv_unified", [True, False])
 def test_drafted_tokens_give_a_row_each(smollm2_gguf, kv_unified) -> None:
     """Chunks of one, three and five tokens in one native call, and a prompt chunk that wants no logits after them: every row is its token's."""
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=512, parallel=4, kv_unified=kv_unified))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=512, parallel=4, kv_unified=kv_unified))
     try:
         tokens = backend.vocab.encode(STORY, add_special=False, parse_special=False)
         starts = (40, 44, 48)
@@ -240,7 +250,7 @@ def test_drafted_tokens_give_a_row_each(smollm2_gguf, kv_unified) -> None:
 
 def test_more_than_was_reserved_is_a_clear_error(smollm2_gguf) -> None:
     """llama.cpp itself would end the process."""
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=256, parallel=2, cache_slots=0, max_draft_rows=3, batch_size=8))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=256, parallel=2, cache_slots=0, max_draft_rows=3, batch_size=8))
     try:
         assert backend.info.max_logits == 5
         assert backend.forward(StepPlan(decodes=(Chunk(0, 0, [1, 2, 3, 4, 5], 5),))).logits[0].shape[0] == 5
@@ -254,7 +264,7 @@ def test_more_than_was_reserved_is_a_clear_error(smollm2_gguf) -> None:
 
 
 def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=256, parallel=2))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=256, parallel=2))
     try:
         tokens = (backend.vocab.encode(STORY, add_special=False, parse_special=False) * 3)[:200]
         first = run(backend, 0, 0, tokens)
@@ -265,6 +275,27 @@ def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
         assert backend.forward(StepPlan(prefills=(Chunk(1, 0, tokens[::-1], 1),))).no_room == ()
     finally:
         backend.close()
+
+
+def test_more_conversations_are_held_than_run(smollm2_gguf) -> None:
+    """In a shared cache an idle conversation costs its cells and nothing else."""
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=512, parallel=2))
+    try:
+        info = backend.info
+        assert (info.max_seqs, info.max_slots, info.kv_cells, info.max_logits) == (2, 8, 512, 34)
+        tokens = backend.vocab.encode(STORY, add_special=False, parse_special=False)
+        for slot in range(info.max_slots):
+            run(backend, slot, 0, [slot + 10, *tokens[:40]])
+        kept = [run(backend, slot, 41, tokens[40:41]).argmax() for slot in range(info.max_slots)]
+        for slot in (7, 0, 4):
+            assert backend.truncate(slot, 0) and run(backend, slot, 0, [slot + 10, *tokens[:41]]).argmax() == kept[slot]
+    finally:
+        backend.close()
+    apart = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=300, parallel=2, kv_unified=False))
+    try:
+        assert (apart.info.max_seqs, apart.info.max_slots, apart.info.kv_cells) == (2, 2, 1024)     # 300 each, rounded up to 256s
+    finally:
+        apart.close()
 
 
 def test_more_conversations_than_the_cache_holds(smollm2_gguf) -> None:
@@ -278,7 +309,7 @@ def test_more_conversations_than_the_cache_holds(smollm2_gguf) -> None:
 
 def test_abort_ends_a_running_prefill_and_leaves_no_trace(smollm2_gguf) -> None:
     """case 75's kind, natively: the flag is seen in the middle of a forward."""
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(ctx_size=4096, parallel=1, ubatch_size=2048))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=4096, parallel=1, ubatch_size=2048))
     try:
         tokens = (backend.vocab.encode(STORY, add_special=False, parse_special=False) * 25)[:2000]
         expected = run(backend, 0, 0, tokens[:20])
@@ -420,7 +451,7 @@ def test_turn_ends_stored_as_ordinary_tokens_still_end_turns(smollm2_gguf, tmp_p
         kinds.parts[kinds.data[token]][0] = 1
     reader.data.flush()
     del reader
-    backend = LlamaCppBackend(copy, LlamaOptions(ctx_size=256, parallel=1))
+    backend = LlamaCppBackend(copy, LlamaOptions(threads=1, ctx_size=256, parallel=1))
     try:
         assert 2 in backend.vocab.end_ids and "<|im_end|>" in backend.vocab.markers
     finally:
@@ -434,7 +465,7 @@ def test_ids_are_the_sources_ids_where_llamacpp_does_less(tmp_path) -> None:
 
     folder = tiny(tmp_path / "qwen", "qwen2")
     convert(folder, "gguf-f16", tmp_path / "qwen.gguf")
-    backend = LlamaCppBackend(tmp_path / "qwen.gguf", LlamaOptions(ctx_size=256, parallel=1))
+    backend = LlamaCppBackend(tmp_path / "qwen.gguf", LlamaOptions(threads=1, ctx_size=256, parallel=1))
     try:
         text = "Cafe\u0301 n\u0303andu\u0301, 12345"
         reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
