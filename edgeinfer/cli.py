@@ -157,6 +157,10 @@ def _sampling_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="-1 draws one")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="keep going past the end of the turn (for measuring)")
+    group.add_argument(
+        "--context-policy", default="error", choices=("error", "shift", "truncate_middle"),
+        help="a conversation longer than the context is refused; or loses its oldest turns, and a long answer goes on; or loses turns in its middle",
+    )
 
 
 def _bench_options(p: argparse.ArgumentParser) -> None:
@@ -281,10 +285,10 @@ def _run(args: argparse.Namespace) -> int:
         for notice in engine.info.notices:
             print(f"edgeinfer: {notice}", file=sys.stderr)
         if args.raw:
-            stream = engine.generate(prompt, params)
+            stream = engine.generate(prompt, params, context_policy=args.context_policy)
         else:
             system = [{"role": "system", "content": args.system}] if args.system is not None else []
-            stream = engine.chat([*system, {"role": "user", "content": prompt}], params)
+            stream = engine.chat([*system, {"role": "user", "content": prompt}], params, context_policy=args.context_policy)
         interrupted = False
         try:
             if args.json:
@@ -303,6 +307,8 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps(_answer_document(engine.info, stream), ensure_ascii=False, indent=2))
         else:
             sys.stdout.write("\n")
+        if stream.usage.dropped_tokens:
+            print(f"edgeinfer: The context is full: {stream.usage.dropped_tokens:,} older tokens were dropped.", file=sys.stderr)
     for notice in engine.notices[len(engine.info.notices):]:
         print(f"edgeinfer: {notice}", file=sys.stderr)
     return INTERRUPTED if interrupted else 0
@@ -315,7 +321,7 @@ def _answer_document(info: Any, stream: Any) -> dict[str, Any]:
         "finish_reason": stream.finish_reason.value,
         "usage": {
             "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
+            "total_tokens": usage.total_tokens, "dropped_tokens": usage.dropped_tokens,
         },
         "seed": usage.seed,
         "timings": stream.timings.as_dict(),
@@ -342,7 +348,7 @@ def _chat(args: argparse.Namespace) -> int:
 
         return load(model.path, **options)
 
-    return run_chat(loader, title=model.name, params=params, system_prompt=args.system)
+    return run_chat(loader, title=model.name, params=params, system_prompt=args.system, context_policy=args.context_policy)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 from edgeinfer import cli
 from edgeinfer.errors import BadRequest
-from edgeinfer.runtime.bench import arguments, report_file
+from edgeinfer.runtime.bench import arguments, profile, report_file
+from edgeinfer.runtime.load import load
 
 SHORT = ("-p", "32", "-n", "8", "-r", "2", "-npl", "1,2", "-npp", "16", "-ntg", "4", "--scenario", "none", "-np", "2", "-c", "512", "--kv-size", "1024", "-t", "1")
 
@@ -130,6 +132,12 @@ def test_a_short_run_on_the_demo_model_and_a_second_one_beside_it(smollm2_gguf, 
     for part in ("pp32", "compared with the run of", "not the same: kv type: f16 before, q8_0 now", "only before: 1 sequence S_PP", "a decode step in milliseconds"):
         assert part in second.stdout, part
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>") and sorted(path.name for path in tmp_path.iterdir()) == ["earlier.json", "home", "page.html"]
+
+
+def test_the_profile_tells_native_time_from_our_own(smollm2_gguf) -> None:
+    with load(smollm2_gguf, ctx_size=256, threads=1, parallel=2) as engine:
+        found = profile.profile(engine, random.Random(1), 2, 12, words=3)
+    assert found.steps > 2 and found.native_ms > found.python_ms["batch"] > 0 and found.python_ms["sample"] > 0
 
 
 def test_interrupting_prints_what_was_measured(smollm2_gguf, tmp_path) -> None:

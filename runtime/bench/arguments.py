@@ -56,7 +56,7 @@ def settings(args: argparse.Namespace) -> Any:
     for flag, value in (("-r", args.repetitions or 1), ("-npp", args.n_prompt_each), ("-ntg", args.n_gen_each), ("--rounds", args.rounds)):
         if value < 1:
             raise BadRequest(f"{flag} must be a whole number from 1, not {value}.")
-    names = {"all": NAMES, "none": ()}.get(args.scenario) if args.scenario in ("all", "none") else tuple(args.scenario.split(","))
+    names: tuple[str, ...] = {"all": NAMES, "none": ()}.get(args.scenario, tuple(args.scenario.split(",")))
     unknown = next((name for name in names if name not in NAMES), None)
     if unknown is not None:
         raise BadRequest(f"There is no scenario {unknown!r}; known are {', '.join(NAMES)}, all and none.")

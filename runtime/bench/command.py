@@ -17,7 +17,7 @@ from edgeinfer.runtime.bench.session import Progress, Session
 from edgeinfer.runtime.bench.values import Report
 
 
-def run(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress) -> int:
+def run(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress, version: str) -> int:
     """Everything that can be wrong with the request is said before the model is loaded. Returns the exit status."""
     settings = arguments.settings(args)
     options = arguments.engine_options(args, options)
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str
     with load(resolve(), **options) as engine:
         for notice in engine.info.notices:
             print(f"edgeinfer: {notice}", file=sys.stderr)
-        session = Session(engine, settings, threads=args.threads, progress=progress)
+        session = Session(engine, settings, threads=args.threads, version=version, progress=progress)
         session.run()
         report = session.report()
     return show(report, None if before is None else compare(before, report), as_json=args.json, html=args.html)

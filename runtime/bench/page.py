@@ -107,12 +107,12 @@ def _latencies(report: Report) -> str:
             charts.append(_section(title, svg.layers(title, rows), note="Dark to p50, lighter to p90, lightest to p99; the figures are p50 and p99."))
     if not charts:
         return ""
-    rows = [
+    table = [
         (name, *_cells(found.ttft_ms), *_cells(found.itl_ms), *_cells(found.latency_ms), f"{found.prompt_tokens_mean:,.0f}", f"{found.cached_tokens_mean:,.0f}")
         for name, found in kinds(report)
     ]
     header = ("", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "whole p50", "p90", "p99", "prompt tokens", "cached")
-    return "".join(charts) + _section("Latencies in figures", _table(header, rows))
+    return "".join(charts) + _section("Latencies in figures", _table(header, table))
 
 
 def _profile(report: Report) -> str:

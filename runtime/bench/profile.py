@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,11 +31,11 @@ class StepClock:
 
     def __init__(self, sequences: int):
         self._sequences = sequences
-        self._now: Counter[str] = Counter()              # of the step under way
+        self._now: defaultdict[str, float] = defaultdict(float)              # of the step under way
         self._inside = 0.0                               # time of wrapped calls inside the wrapped call under way
         self._steady = False
         self._last_end: float | None = None
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
         self.steps = 0
 
@@ -75,7 +75,8 @@ class StepClock:
             if self._steady and self._last_end is not None:
                 gap = begin - self._last_end
                 self._now["other"] += gap
-                self.spent.update(self._now)
+                for part, spent in self._now.items():
+                    self.spent[part] += spent
                 self.total += end - self._last_end
                 self.steps += 1
             self._last_end = end if self._steady else None

@@ -38,7 +38,8 @@ def read(path: Path) -> Report:
     if document.get("schema") != SCHEMA:
         raise BadRequest(f"{path} has schema version {document.get('schema')!r} and this edgeinfer reads version {SCHEMA}; measure again with this version.")
     try:
-        return _decode(Report, document, "")
+        report: Report = _decode(Report, document, "")
+        return report
     except _Wrong as wrong:
         raise BadRequest(f"{path} is not a whole report of edgeinfer bench: {wrong}; measure again.") from wrong
 
@@ -85,6 +86,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
         _expect(value, dict, where)
+        make: Any = kind
         hints = typing.get_type_hints(kind)
         found = {}
         for field in dataclasses.fields(kind):
@@ -92,7 +94,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
                 found[field.name] = _decode(hints[field.name], value[field.name], f"{where}.{field.name}".lstrip("."))
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 raise _Wrong(f"{f'{where}.{field.name}'.lstrip('.')} is missing")
-        return kind(**found)
+        return make(**found)
     if origin is tuple:
         _expect(value, list, where)
         return tuple(_decode(typing.get_args(kind)[0], each, f"{where}[{index}]") for index, each in enumerate(value))

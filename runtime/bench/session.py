@@ -7,9 +7,9 @@ import platform
 import random
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
-from edgeinfer import __version__
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.bench import clients, profile, scenarios, throughput
 from edgeinfer.runtime.bench.values import Batched, Machine, Model, Rate, Report, ScenarioFigures, Settings, StepProfile
@@ -21,8 +21,8 @@ Progress = Callable[[str, int, int], None]               # (what is being measur
 class Session:
     """Measures one engine. `run` fills it; `report` is valid at any time and holds the parts that were finished until then."""
 
-    def __init__(self, engine: Engine, settings: Settings, *, threads: int = 0, progress: Progress = lambda what, done, total: None):
-        """Raises `BadRequest` when the engine cannot hold what is to be measured."""
+    def __init__(self, engine: Engine, settings: Settings, *, threads: int = 0, version: str = "", progress: Progress = lambda what, done, total: None):
+        """Raises `BadRequest` when the engine cannot hold what is to be measured. ``version``: of edgeinfer, for the report."""
         throughput.check(settings, engine.info)
         if settings.profile and max(_profiled(engine)) == 1:
             raise BadRequest("--profile compares one sequence with many; load the engine with -np 2 or more.")
@@ -30,7 +30,7 @@ class Session:
         self._settings = settings
         self._progress = progress
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._machine = _machine(engine, threads)
+        self._machine = _machine(engine, threads, version)
         self._rates: dict[str, list[float]] = {}
         self._batched: dict[int, list[Batched]] = {}
         self._scenarios: dict[str, list[ScenarioFigures]] = {}
@@ -92,7 +92,7 @@ class Session:
         settings = self._settings
         for name in settings.scenarios:
             scenario = scenarios.build(name, seed=settings.seed + turn, quick=settings.quick)
-            figures = clients.run(self._engine, scenario, lambda done, total, name=name: self._progress(f"{name}{self._round(turn)}", done, total))
+            figures = clients.run(self._engine, scenario, partial(self._progress, f"{name}{self._round(turn)}"))
             self._scenarios.setdefault(name, []).append(figures)
 
     def _run_profile(self) -> None:
@@ -110,9 +110,9 @@ def _profiled(engine: Engine) -> tuple[int, ...]:
     return tuple(sorted({1, min(16, engine.info.max_seqs or engine.info.max_slots)}))
 
 
-def _machine(engine: Engine, threads: int) -> Machine:
+def _machine(engine: Engine, threads: int, version: str) -> Machine:
     return Machine(
-        edgeinfer=__version__,
+        edgeinfer=version,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
