@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from edgeinfer.errors import BackendFailed, UnsupportedParameter
 from edgeinfer.runtime import kv_file, kv_spill
 from edgeinfer.runtime.backends.fake import ScriptedBackend
@@ -317,3 +321,50 @@ def test_an_import_that_fails_hurts_no_request(tmp_path) -> None:
         second.backend.import_slot = broken
         assert second.ask(LONG) == ("abc", 0, 403)
         assert any("nothing to be given" in notice for notice in second.engine.notices)
+
+
+# ----------------------------------------------------------------------------------------------------------------- properties
+
+PIECES = [bytes([97 + number]) * 9 for number in range(4)]
+STEPS = st.lists(
+    st.one_of(
+        st.just("restart"),
+        st.tuples(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5), st.sampled_from([None, "poet"]), st.booleans()),
+    ),
+    min_size=2, max_size=12,
+)
+
+
+def told(tokens: list[int]) -> int:
+    """A token that depends on every one before it: with a wrong one in the KV, another answer."""
+    return 33 + sum((place + 1) * token for place, token in enumerate(tokens)) % 60
+
+
+def answer_to(prompt: bytes, length: int) -> str:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + length:
+        tokens.append(told(tokens))
+    return bytes(tokens[len(prompt):]).decode()
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.integers(1, 3), st.sampled_from([0, 70, 120]), st.sampled_from([600, 2000, 1 << 20]))
+def test_whatever_comes_back_is_what_was_there(steps, max_slots: int, kv_cells: int, max_bytes: int) -> None:
+    """Answers depend on prompts alone, whatever was evicted, saved, replaced and restored; every prompt token is either cached or computed."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_spill, "MIN_TOKENS", 8)
+        patch.setattr(kv_spill, "MIN_GAIN", 2)
+        options = {"max_slots": max_slots, "kv_cells": kv_cells or None, "n_ctx": 64, "max_bytes": max_bytes}
+        steps = [*steps, "restart"]
+        while steps:
+            run, steps = steps[: steps.index("restart")], steps[steps.index("restart") + 1 :]
+            with session(Path(name), **options) as one:
+                one.backend._next = told
+                for pieces, adapter, patient in run:
+                    if patient:
+                        one.persistence.drain()
+                    prompt = b"".join(pieces)
+                    text, cached, computed = one.ask(prompt.decode(), adapter=adapter, max_tokens=3)
+                    assert text == answer_to(prompt, 3) and cached + computed == len(prompt) + 2
+                assert not one.persistence.notices
+            assert KVStore(name, max_bytes=max_bytes).total_bytes <= max_bytes
