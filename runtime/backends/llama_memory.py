@@ -60,7 +60,8 @@ def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_laye
             flash_attention=options.flash_attn != "off",
             kv_unified=options.kv_unified,
         )
-        return replace(found, weights=found.weights + adapter_bytes)
+        logits = 4 * output_rows(options) * header.vocab_size        # where they lie after the graph's own buffers are used again
+        return replace(found, weights=found.weights + adapter_bytes, compute=found.compute + logits)
 
     need = needed(n_ctx)
     if options.max_memory is not None:
