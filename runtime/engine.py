@@ -125,7 +125,7 @@ class EngineCore:
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         if self.slots.persistence is not None:
-            self.slots.persistence.close()
+            self.slots.persistence.abandon()
             self.slots.persistence = None                # what this backend holds is not to be saved
 
     def close(self) -> None:

@@ -63,11 +63,14 @@ class KVPersistence:
         """What went wrong so far, one sentence each."""
         return self._notices + self._store.notices + self._writer.notices
 
-    def spill(self, slot: int, tokens: Sequence[int], adapter: str | None) -> None:
-        """Save an exact slot that holds ``tokens``, unless the disk has them. The slot is unchanged, and may change as soon as this returns."""
+    def spill(self, slot: int, tokens: Sequence[int], adapter: str | None, kept: int = 0) -> None:
+        """Save an exact slot that holds ``tokens`` and will lose all but ``kept`` of them, unless that is little or the disk has them.
+
+        The slot is unchanged, and may change as soon as this returns.
+        """
         key = self._key_for(adapter)
         size = len(tokens) * self._backend.info.kv_bytes_per_token
-        if key is None or len(tokens) < MIN_TOKENS or size > self._store.max_bytes or self._store.holds(key, tokens):
+        if key is None or len(tokens) < max(MIN_TOKENS, kept + MIN_GAIN) or size > self._store.max_bytes or self._store.holds(key, tokens):
             return
         self._settle([item for item in self._pending if item[0].done()])
         if self._pending and sum(held for _, held in self._pending) + size > _PENDING_BYTES:
@@ -134,6 +137,10 @@ class KVPersistence:
         """Write what is pending and end the thread."""
         self.drain()
         self._pool.shutdown()
+
+    def abandon(self) -> None:
+        """End without waiting for a disk that may be what everything waits for."""
+        self._pool.shutdown(wait=False)
 
     def _settle(self, written: list[tuple[Future[bool], int]]) -> None:
         for future, _ in written:

@@ -119,7 +119,7 @@ class SlotTable:
             donor, usable, shared = self._donor(tokens, wanted, adapter, multiple)
         miss = self._miss(donor, wanted, shared, usable, adapter)
         target = self._target(idle, donor, usable)
-        reused = self._fill(target, donor, usable, tokens)
+        reused = self._fill(target, donor, usable)
         if reused < usable:
             miss = "this model's memory cannot be cut back to a prefix"
         self._tick += 1
@@ -230,7 +230,7 @@ class SlotTable:
             if length > shared:
                 best, shared = slot, length
         for slot in self.slots:
-            self._spill(slot, tokens)
+            self._spill(slot, kept=shared if slot is best else 0)
             if slot is not best:
                 self._clear(slot)
             elif self._backend.truncate(slot.index, shared):
@@ -238,13 +238,13 @@ class SlotTable:
             else:
                 self._clear(slot)
 
-    def _spill(self, slot: Slot, continued: Seq[int] = ()) -> None:
-        """Save a slot that is about to be lost, unless ``continued`` or another slot holds its tokens too."""
+    def _spill(self, slot: Slot, kept: int = 0) -> None:
+        """Save a slot that is about to lose all but its first ``kept`` tokens, unless another slot holds them too."""
         if self.persistence is None or not slot.length:
             return
-        others = [other.tokens[: other.shareable] for other in self.slots if other is not slot and other.adapter == slot.adapter]
-        if not any(common_prefix(slot.tokens, other, slot.length) == slot.length for other in [*others, continued]):
-            self.persistence.spill(slot.index, slot.tokens[: slot.length], slot.adapter)
+        others = [other for other in self.slots if other is not slot and other.adapter == slot.adapter and other.shareable >= slot.length]
+        if not any(common_prefix(slot.tokens, other.tokens, slot.length) == slot.length for other in others):
+            self.persistence.spill(slot.index, slot.tokens[: slot.length], slot.adapter, kept)
 
     def _restore(self, persistence: KVPersistence, idle: list[Slot], tokens: list[int], adapter: str | None, held: int) -> bool:
         """Fill an idle slot from the disk, when that gives clearly more of ``tokens`` than the ``held`` ones there are."""
@@ -288,15 +288,14 @@ class SlotTable:
             return donor
         return min(others or idle, key=lambda slot: (slot.length > 0, slot.last_used))
 
-    def _fill(self, target: Slot, donor: Slot | None, usable: int, tokens: list[int]) -> int:
+    def _fill(self, target: Slot, donor: Slot | None, usable: int) -> int:
         if target is donor:
-            if usable < target.length:
-                self._spill(target, tokens)
+            self._spill(target, kept=usable)
             if self._backend.truncate(target.index, usable):
                 return usable
             self._clear(target)
             return 0
-        self._spill(target, tokens)
+        self._spill(target)
         self._clear(target)
         if donor is None or not usable or not self._backend.info.can_copy_prefix:
             return 0

@@ -117,6 +117,25 @@ def test_what_another_slot_continues_is_not_saved_twice(tmp_path) -> None:
     assert sorted(len(entry.tokens) for entry in KVStore(tmp_path, max_bytes=1 << 20).entries(kv_spill.key_of(one.backend.info))) == [400, 350 + 400 + 12 + 3]
 
 
+def test_another_answer_replaces_the_last_one_without_the_disk(tmp_path) -> None:
+    with session(tmp_path, max_slots=1) as one:
+        for _ in range(3):
+            assert one.ask(LONG)[0] == "abc"
+        one.persistence.drain()
+        assert one.persistence.spilled == 0
+        one.ask(LONG[:300])                              # but a hundred tokens are worth keeping
+        one.persistence.drain()
+        assert one.persistence.spilled == saved(tmp_path) == 1
+
+
+def test_the_same_words_for_another_adapter_do_not_lose_the_conversation(tmp_path) -> None:
+    with session(tmp_path, max_slots=1) as one:
+        one.ask(LONG)
+        one.ask(LONG + "abc!", adapter="poet")
+        one.persistence.drain()
+        assert one.ask(LONG + "abc!")[1] == 403
+
+
 @pytest.mark.parametrize("prompt", ["short", LONG[: kv_spill.MIN_TOKENS - 4]])
 def test_short_conversations_are_not_saved(tmp_path, prompt: str) -> None:
     with session(tmp_path) as one:
