@@ -131,6 +131,18 @@ def test_an_end_comes_once_whatever_ends_after_all(hung) -> None:
     assert counters.submitted == 24 == counters.finished + counters.failed
 
 
+def test_a_verdict_on_a_step_that_has_just_ended_changes_nothing(hung) -> None:
+    engine, backend, hang = hung
+    stream = engine.generate("x")
+    assert hang.inside.wait(60)
+    step = engine._loop._watch.began
+    hang.release.set()
+    assert stream.text() == "ab"
+    until(lambda: engine._loop._watch.began != step)
+    engine._loop._give_up(step)
+    assert engine.health.status == "ok" and engine.generate("y").text() == "ab"
+
+
 def test_close_does_not_wait_for_ever(hung) -> None:
     engine, backend, hang = hung
     stream = engine.generate("x")
