@@ -352,10 +352,11 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from edgeinfer.runtime.bench.command import run
+    from edgeinfer.runtime.bench.command import measure, show
 
     with _Progress(show=str) as progress:
-        return run(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress, __version__)
+        report, comparison = measure(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress, __version__)
+    return show(report, comparison, as_json=args.json, html=args.html)
 
 
 # -------------------------------------------------------------------------------------------------------------------- convert

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import signal
 
 import pytest
 from hypothesis import given
@@ -217,10 +219,22 @@ def test_a_session_measures_what_was_asked_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("when", ["pp32", "tg8", "single", "burst"])
-def test_an_interrupt_keeps_what_was_finished(when) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_finished(when, how, caplog) -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)               # as the command line does
+    try:
+        _interrupted(when, how)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    gc.collect()
+    assert caplog.records == []                          # asyncio has nothing to complain about
+
+
+def _interrupted(when: str, how: signal.Signals) -> None:
     def progress(what: str, done: int, total: int) -> None:
-        if what == when and done == 2:
-            raise KeyboardInterrupt
+        if what == when and done == 1:
+            signal.raise_signal(how)
 
     with engine(script=lambda tokens: 97) as made:
         session = Session(made, Settings(n_prompt=(32,), n_gen=(8,), repetitions=2, parallel=(), scenarios=("single", "burst"), quick=True), progress=progress)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.bench import event_loop
 from edgeinfer.runtime.bench.scenarios import Message, Scenario, Turn
 from edgeinfer.runtime.bench.values import KindFigures, ScenarioFigures, Spread
 from edgeinfer.runtime.service import Engine
@@ -38,7 +39,7 @@ class Shot:
 
 def run(engine: Engine, scenario: Scenario, progress: Callable[[int, int], None] = lambda done, total: None) -> ScenarioFigures:
     """Run a scenario once, after one warm-up request that is not counted. Failed requests are counted, not raised; ``progress(done, requests)``."""
-    return asyncio.run(_run(engine, scenario, progress))
+    return event_loop.run(_run(engine, scenario, progress))
 
 
 async def _run(engine: Engine, scenario: Scenario, progress: Callable[[int, int], None]) -> ScenarioFigures:

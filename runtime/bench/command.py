@@ -17,8 +17,8 @@ from edgeinfer.runtime.bench.session import Progress, Session
 from edgeinfer.runtime.bench.values import Report
 
 
-def run(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress, version: str) -> int:
-    """Everything that can be wrong with the request is said before the model is loaded. Returns the exit status."""
+def measure(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress, version: str) -> tuple[Report, Comparison | None]:
+    """Everything that can be wrong with the request is said before the model is loaded."""
     settings = arguments.settings(args)
     options = arguments.engine_options(args, options)
     before = report_file.read(args.compare) if args.compare is not None else None
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str
         session = Session(engine, settings, threads=args.threads, version=version, progress=progress)
         session.run()
         report = session.report()
-    return show(report, None if before is None else compare(before, report), as_json=args.json, html=args.html)
+    return report, None if before is None else compare(before, report)
 
 
 def show(report: Report, comparison: Comparison | None, *, as_json: bool, html: Path | None) -> int:
@@ -45,5 +45,5 @@ def show(report: Report, comparison: Comparison | None, *, as_json: bool, html: 
             document["comparison"] = dataclasses.asdict(comparison)
         print(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
     else:
-        sys.stdout.write("\n" + table.render(report, comparison, encoding=sys.stdout.encoding or "utf-8"))
+        sys.stdout.write(table.render(report, comparison, encoding=sys.stdout.encoding or "utf-8"))
     return Cancelled.exit_status if report.interrupted else 0

@@ -1,7 +1,10 @@
 """What the Python side of a decode step costs.
 
 The engine is not changed for it: for the time of a profile, the callables that a step is made of are wrapped from outside. Time between two steps belongs to
-the later one. The engine's thread holds what it measures, so waiting for the interpreter after a native call counts as native.
+the later one.
+
+All parts are wall time of the engine's thread. Answers are read as they come, by tasks of one event loop in another thread, and one interpreter serves
+both: "deliver" includes the reading that goes on while the engine wakes the reader, and waiting for the interpreter after a native call counts as native.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from edgeinfer.errors import BackendFailed
-from edgeinfer.runtime.bench import prompts
+from edgeinfer.runtime.bench import event_loop, prompts
 from edgeinfer.runtime.bench.values import StepProfile
 from edgeinfer.runtime.sequence import Sequence
 from edgeinfer.runtime.service import Engine
@@ -96,7 +99,7 @@ def profile(engine: Engine, rng: random.Random, sequences: int, n_gen: int, *, w
     """Profile ``sequences`` answers of ``n_gen`` tokens each, read by clients as they come."""
     clock = StepClock(sequences)
     with _watched(engine, clock):
-        asyncio.run(_answers(engine, [prompts.text(rng, words) for _ in range(sequences)], n_gen))
+        event_loop.run(_answers(engine, [prompts.text(rng, words) for _ in range(sequences)], n_gen))
     return clock.profile()
 
 

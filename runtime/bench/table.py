@@ -40,7 +40,7 @@ def _can_draw(encoding: str) -> bool:
 def _facts(report: Report) -> list[str]:
     model, machine = report.model, report.machine
     layers = f", {model.layers_offloaded} layers there" if model.layers_offloaded else ""
-    threads = f"{machine.threads} threads" if machine.threads else "threads chosen by the engine"
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}" if machine.threads else "threads chosen by the engine"
     lines = [
         f"{model.name}, {model.quantization}, {model.engine} on {model.device}{layers}",
         f"weights {size(model.weight_bytes)}; KV {model.kv_type}, {model.kv_bytes_per_token:,} bytes a token; "
