@@ -552,7 +552,7 @@ def test_a_preempted_request_keeps_its_first_cache_report_and_comes_back_first()
 
 @pytest.mark.parametrize("cache_bytes", [0, 1])
 def test_who_had_no_room_beside_one_that_ended_in_the_same_step_goes_on(cache_bytes: int) -> None:
-    run = start(kv_cells=31, n_ctx=31, cache_bytes=cache_bytes)
+    run = start(kv_cells=30, n_ctx=30, cache_bytes=cache_bytes)
     run.add("a", "a" * 10, max_tokens=7)
     run.add("b", "b" * 10, max_tokens=20)
     said = run.finish()
