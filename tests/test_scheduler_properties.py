@@ -446,6 +446,9 @@ class Slots(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), adapter=st.sampled_from([None, None, "x"]), multiple=st.sampled_from([1, 1, 2, 5]))
     def acquire(self, tokens: list[int], adapter: str | None, multiple: int) -> None:
+        self._acquire(tokens, adapter, multiple)
+
+    def _acquire(self, tokens: list[int], adapter: str | None, multiple: int) -> int | None:
         idle, before = self._idle(), [list(held.tokens) for held in self.held]
         wanted = (len(tokens) - 1) // multiple * multiple
         best = max([held.shares(tokens[:wanted]) // multiple * multiple for held in self.held if held.adapter == adapter], default=0)
@@ -453,27 +456,44 @@ class Slots(RuleBasedStateMachine):
         lease = self.table.acquire(tokens, owner, adapter=adapter, multiple=multiple)
         assert (lease is None) == (not idle)
         if lease is None:
-            return
+            return None
         assert lease.reused == best <= len(tokens) - 1
         target = self.held[lease.slot]
         assert target.owner is None
-        if lease.reused < len(target.tokens):                # something was lost: then there was no other choice, or nothing older
-            spare = [held for held in idle if held is not target]
-            takes_over = target.adapter == adapter and target.shares(tokens[:wanted]) >= lease.reused > 0
-            if takes_over:
-                assert not spare                             # a copy would have kept it
-            else:
-                assert all(held.tokens for held in spare)    # no empty slot was left
-                donors = [held for held in spare if held.adapter == adapter and held.shares(tokens[:wanted]) >= lease.reused > 0]
-                assert all(held.used > target.used for held in spare if held not in donors) and len(spare) >= len(donors)
+        if lease.reused < len(target.tokens):
+            # Something was lost. The slot that gave the prefix is spared where there is another; no empty one was left, and the oldest had to go.
+            givers = [held for held in self.held if held.adapter == adapter and held.shares(tokens[:wanted]) >= lease.reused > 0]
+            assert any(self._had_to_go(target, idle, giver) for giver in givers or [None])
         target.tokens, target.owner, target.adapter, target.exact = tokens[: lease.reused], owner, adapter, sys.maxsize
         self._touch(target)
         assert [list(held.tokens) for held in self.held if held is not target] == [old for at, old in enumerate(before) if at != lease.slot]
+        return lease.slot
 
-    @precondition(lambda self: any(held.owner for held in self.held))
+    def _had_to_go(self, target: Held, idle: list[Held], giver: Held | None) -> bool:
+        others = [held for held in idle if held is not giver]
+        if not others:
+            return target is giver
+        return all(held.tokens for held in others) and target is min(others, key=lambda held: held.used)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), adapter=st.sampled_from([None, None, "x"]), count=st.integers(1, 4))
+    def serve(self, tokens: list[int], adapter: str | None, count: int) -> None:
+        """One whole life, several times: the next continues or repeats this one."""
+        for number in range(count):
+            index = self._acquire(tokens[number % 2 :] + [number % 2] * number, adapter, 1)
+            if index is None:
+                return
+            self._compute(index, 99)
+            self._release(index, keep=True)
+
+    def _running(self) -> list[int]:
+        return [index for index, held in enumerate(self.held) if held.owner]
+
+    @precondition(lambda self: self._running())
     @rule(data=st.data(), size=st.integers(1, 9))
     def compute(self, data, size: int) -> None:
-        index = data.draw(st.sampled_from([at for at, held in enumerate(self.held) if held.owner]))
+        self._compute(data.draw(st.sampled_from(self._running())), size)
+
+    def _compute(self, index: int, size: int) -> None:
         held = self.held[index]
         start = len(held.tokens)
         tokens = held.owner.tokens
@@ -499,10 +519,12 @@ class Slots(RuleBasedStateMachine):
             held.exact = min(held.exact, keep)
         held.tokens = held.owner.tokens[:left]
 
-    @precondition(lambda self: any(held.owner for held in self.held))
+    @precondition(lambda self: self._running())
     @rule(data=st.data(), keep=st.booleans())
     def release(self, data, keep: bool) -> None:
-        index = data.draw(st.sampled_from([at for at, held in enumerate(self.held) if held.owner]))
+        self._release(data.draw(st.sampled_from(self._running())), keep)
+
+    def _release(self, index: int, keep: bool) -> None:
         held = self.held[index]
         self.table.release(index, len(held.tokens), keep=keep)
         held.tokens = held.tokens[: held.exact] if keep else []
