@@ -51,7 +51,9 @@ def fit_prompt(tokens: list[int], keep: int, room: int, policy: str, max_tokens:
     """
     if policy == "error":
         if len(tokens) > room:
-            raise ContextLengthExceeded(len(tokens), room)
+            raise ContextLengthExceeded(
+                len(tokens), room, "Shorten the conversation, load the model with a larger --ctx-size, or let old turns go (--context-policy shift).",
+            )
         return Fit(tokens, 0, 0)
     keep = max(keep, SINKS)
     limit = _limit(room, max_tokens)

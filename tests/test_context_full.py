@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from edgeinfer.errors import BadRequest, ContextLengthExceeded, UnsupportedParameter
 from edgeinfer.runtime.backends.fake import END, ScriptedBackend
 from edgeinfer.runtime.context_policy import SINKS, least_freed
+from edgeinfer.runtime.load import load
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.service import Engine
 from edgeinfer.runtime.values import FinishReason
@@ -238,3 +241,69 @@ def test_any_prompt_and_answer(n_ctx, prompt, answer, policy) -> None:
             assert usage.prompt_tokens + usage.dropped_tokens == prompt
             assert len(text) == min(answer, n_ctx + 1 - usage.prompt_tokens)
         assert prompt + len(text) - usage.dropped_tokens <= n_ctx + 1
+
+
+# -------------------------------------------------------------------------------------------------------------- with llama.cpp
+
+
+@pytest.fixture(scope="module")
+def small(smollm2_gguf) -> Iterator[Engine]:
+    with load(smollm2_gguf, ctx_size=256, parallel=2, kv_size=768) as engine:
+        yield engine
+
+
+STORY = "Write a long story about a fisherman and the sea."
+
+
+def test_six_hundred_tokens_through_a_context_of_256(small) -> None:
+    # case 72 (n_ctx 200, max_tokens 1024) and 70
+    asked = chat(STORY, system="You tell stories.")
+    stream = small.chat(asked, seed=3, repeat_penalty=1.2, repeat_last_n=256, max_tokens=600, ignore_eos=True, context_policy="shift")
+    text = stream.text()
+    assert stream.usage.completion_tokens == 600 and stream.finish_reason is FinishReason.LENGTH
+    assert 600 // 128 <= stream.timings.shifts <= 600 // least_freed(256)
+    assert stream.usage.total_tokens - stream.usage.dropped_tokens <= 257
+    # Still text at its end: many different words of letters.
+    end = text[-400:]
+    assert sum(character.isalpha() or character in " \n.,'\"" for character in end) > 340
+    assert len(set(end.split())) > 25 and max(map(len, end.split())) < 30
+
+    # A request after it goes on from nothing that was computed in the sight of what is gone.
+    again = small.chat(asked, temperature=0, max_tokens=8)
+    again.text()
+    head = small.count_tokens(chat("", system="You tell stories."))
+    assert again.usage.cached_tokens < head
+    assert "Paris" in small.chat(chat("What is the capital of France?"), temperature=0, max_tokens=24).text()
+
+
+def test_a_conversation_that_shares_cells_with_one_that_shifts_is_unharmed(small) -> None:
+    counted = ", ".join(map(str, range(1, 45))) + ","                  # its continuation leaves no doubt, however it is computed
+    before = small.generate(counted, temperature=0, max_tokens=16).text()
+    assert before.startswith(" 45, 46,")
+    long = small.generate(counted, temperature=0, max_tokens=120, context_policy="shift")
+    small.generate(counted, temperature=0, max_tokens=4).text()        # holds the same cells in another slot while `long` runs
+    long.text()
+    assert long.usage.completion_tokens == 120 and long.timings.shifts > 0 and long.usage.cached_tokens > 100
+    after = small.generate(counted, temperature=0, max_tokens=16)
+    assert after.text() == before and after.usage.cached_tokens == after.usage.prompt_tokens - 1
+
+
+def test_a_long_chat_is_cut_between_its_turns(small) -> None:
+    # case 69
+    filler = [f"Number {at}: " + "the boats come in and go out again with every tide. " * 3 for at in range(8)]
+    told = chat(*filler, "What is the capital of France?", system="You answer with one word.")
+    with pytest.raises(ContextLengthExceeded):
+        small.chat(told)
+    for policy in ("shift", "truncate_middle"):
+        stream = small.chat(told, temperature=0, max_tokens=24, context_policy=policy)
+        assert stream.text() and stream.usage.dropped_tokens > 0
+        assert stream.usage.prompt_tokens + stream.usage.dropped_tokens == small.count_tokens(told)
+
+
+def test_the_command_line_says_what_was_dropped(smollm2_gguf) -> None:
+    command = [sys.executable, "-m", "edgeinfer", "run", str(smollm2_gguf), "-", "-c", "128", "-n", "16", "--temp", "0", "--offline"]
+    text = "The boats come in with every tide. " * 40
+    refused = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert refused.returncode == 2 and "the context holds 128" in refused.stderr and "--context-policy" in refused.stderr
+    done = subprocess.run([*command, "--context-policy", "truncate_middle"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() and "older tokens were dropped" in done.stderr

@@ -16,7 +16,7 @@ from tui_engine import Answer, ScriptedEngine, words
 from edgeinfer.errors import BackendFailed, ContextLengthExceeded, ModelDamaged
 from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.service import Engine
-from edgeinfer.runtime.values import FinishReason
+from edgeinfer.runtime.values import FinishReason, SamplingParams
 from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.readings import Phase
 from edgeinfer.tui.session import TurnState
@@ -352,10 +352,13 @@ async def test_a_failure_is_told_the_draft_kept_and_the_next_message_works(answe
 
 @scenario
 async def test_an_answer_cut_short_says_why():
-    async with chat(Answer(["x"], reason=FinishReason.LENGTH), Answer([])) as it:
+    limited = SamplingParams(max_tokens=1)
+    async with chat(Answer(["x"], reason=FinishReason.LENGTH), Answer([]), Answer(["x"], reason=FinishReason.LENGTH), params=limited) as it:
         await it.ask("a")
         await it.ask("b")
-        assert "max_tokens" in it.footnotes[0] and "empty answer" in it.footnotes[1]
+        await it.ask("/set max_tokens 100")
+        await it.ask("c")
+        assert "max_tokens" in it.footnotes[0] and "empty answer" in it.footnotes[1] and "the context is full" in it.footnotes[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- loading, leaving
@@ -512,6 +515,20 @@ async def test_the_real_service_answers_reuses_the_kv_and_is_closed():
         await it.ask("three")
         assert it.answers == ["hello [/ there"]
     assert engine.closed
+
+
+@scenario
+async def test_a_conversation_longer_than_the_context_goes_on_and_says_what_was_dropped():
+    # case 69: trimming is opted in to, and reported
+    engine = Engine(ScriptedBackend([b"fine"], n_ctx=256))
+    async with chat(engine=engine, size=(140, 30), context_policy="shift", system_prompt="be brief") as it:
+        for question in ("x" * 80, "y" * 80, "z" * 80):
+            await it.ask(question)
+        assert it.answers == ["fine"] * 3
+        assert "dropped" not in it.footnotes[0] and "older tokens dropped" in it.footnotes[2]
+        assert it.app.query_one(TitleLine).context_used <= 256
+        await it.ask("/show")
+        assert "the oldest turns are dropped" in it.notices[-1]
 
 
 @scenario

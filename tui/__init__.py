@@ -16,6 +16,7 @@ def run_chat(
     title: str = "",
     params: SamplingParams | None = None,
     system_prompt: str | None = None,
+    context_policy: str = "error",
     theme: str | None = None,
 ) -> int:
     """Open the chat on the terminal and return its exit status.
@@ -25,7 +26,7 @@ def run_chat(
     """
     from edgeinfer.tui.app import ChatApp
 
-    app = ChatApp(loader, title=title, params=params, system_prompt=system_prompt, theme=theme)
+    app = ChatApp(loader, title=title, params=params, system_prompt=system_prompt, context_policy=context_policy, theme=theme)
     try:
         app.run()
     finally:

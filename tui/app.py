@@ -21,7 +21,7 @@ from edgeinfer.tui import commands, themes
 from edgeinfer.tui.feed import batches
 from edgeinfer.tui.keys import distinguish_alt_enter
 from edgeinfer.tui.messages import PromptSubmitted, ScrollRequested
-from edgeinfer.tui.readings import Phase, Readings, summary
+from edgeinfer.tui.readings import Phase, Readings, cut_short, summary
 from edgeinfer.tui.session import ChatSession, Turn, TurnState
 from edgeinfer.tui.widgets.conversation import ConversationView
 from edgeinfer.tui.widgets.message import AnswerMessage
@@ -53,7 +53,7 @@ class ChatEngine(Protocol):
 
     info: BackendInfo
 
-    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> ChatStream:
+    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None, *, context_policy: str = "error") -> ChatStream:
         """Start an answer; `EdgeInferError` when the request is wrong."""
         ...
 
@@ -85,6 +85,7 @@ class ChatApp(App[None]):
         title: str = "",
         params: SamplingParams | None = None,
         system_prompt: str | None = None,
+        context_policy: str = "error",
         theme: str | None = None,
     ) -> None:
         super().__init__()
@@ -92,12 +93,13 @@ class ChatApp(App[None]):
         for known in (themes.DARK, themes.LIGHT):
             self.register_theme(known)
         self.theme = theme if theme in self.available_themes else themes.preferred(os.environ)
-        self.session = ChatSession(system_prompt=system_prompt, params=params or SamplingParams())
+        self.session = ChatSession(system_prompt=system_prompt, params=params or SamplingParams(), context_policy=context_policy)
         self.load_error: EdgeInferError | None = None
         self._loader = loader
         self._model_name = title
         self._engine: ChatEngine | None = None
         self._stream: ChatStream | None = None
+        self._max_tokens: int | None = None
         self.phase = Phase.LOADING
         """What the engine is doing for this conversation."""
         self._closing = False
@@ -194,7 +196,9 @@ class ChatApp(App[None]):
         answer = await self._view.add_answer()
         try:
             # In a thread: rendering and tokenising a long conversation takes a moment.
-            self._stream = stream = await asyncio.to_thread(engine.chat, self.session.messages(), self.session.params)
+            messages, params, policy = self.session.messages(), self.session.params, self.session.context_policy
+            self._max_tokens = params.max_tokens         # /set may change it before the answer ends
+            self._stream = stream = await asyncio.to_thread(engine.chat, messages, params, context_policy=policy)
         except EdgeInferError as error:
             await self._fail(turn, answer, error, Usage(), Timings())
             return
@@ -221,8 +225,7 @@ class ChatApp(App[None]):
         if stopped:
             words.insert(0, "stopped")
         elif reason is FinishReason.LENGTH:
-            full = self._engine is not None and usage.total_tokens >= self._engine.info.n_ctx - 1
-            words.insert(0, "cut short: the context is full" if full else "cut short: max_tokens reached")
+            words.insert(0, cut_short(usage, self._max_tokens, self._engine.info.n_ctx if self._engine else 0))
         elif not turn.answer:
             words.insert(0, "the model gave an empty answer")
         answer.end(" · ".join(words))

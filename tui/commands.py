@@ -114,6 +114,13 @@ def _set(context: Context, argument: str) -> Outcome:
     return Outcome(f"{name} = {_written(getattr(session.params, name))}")
 
 
+_WHEN_FULL = {
+    "error": "a message that does not fit is refused, and an answer ends (--context-policy error)",
+    "shift": "the oldest turns are dropped, and an answer goes on (--context-policy shift)",
+    "truncate_middle": "turns in the middle are dropped, and an answer ends (--context-policy truncate_middle)",
+}
+
+
 def _show(context: Context, _: str) -> Outcome:
     session, info = context.session, context.info
     lines = []
@@ -126,6 +133,7 @@ def _show(context: Context, _: str) -> Outcome:
             f"KV cache       {info.kv_type}, {info.kv_bytes_per_token / 1024:,.1f} KiB a token",
         ]
         lines += [f"note           {notice}" for notice in info.notices]
+    lines += [f"when full      {_WHEN_FULL[session.context_policy]}"]
     lines += [f"system prompt  {session.system_prompt or 'none'}", f"turns          {len(session.turns)}", "", describe_params(session.params)]
     return Outcome("\n".join(lines))
 

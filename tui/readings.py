@@ -34,10 +34,11 @@ class Readings:
 
     @property
     def context_used(self) -> int:
-        """Tokens that the conversation occupies in the context."""
+        """Tokens that the conversation occupies in the context: no more than it holds, also where an answer goes on by dropping old ones."""
+        total = self.usage.total_tokens
         if self.phase is Phase.PREFILL and self.progress is not None:
-            return max(self.progress.done, self.usage.total_tokens)
-        return self.usage.total_tokens
+            total = max(self.progress.done, total)
+        return min(total, self.n_ctx) if self.n_ctx else total
 
 
 def _bar(share: float, cells: int) -> str:
@@ -111,4 +112,14 @@ def summary(usage: Usage, timings: Timings) -> str:
         parts.append(rate(timings.predicted_per_second))
     if timings.first_token_ms is not None:
         parts.append(f"first token {duration(timings.first_token_ms)}")
+    if usage.dropped_tokens:
+        parts.append(f"{usage.dropped_tokens:,} older tokens dropped")
     return " · ".join(parts)
+
+
+def cut_short(usage: Usage, max_tokens: int | None, n_ctx: int) -> str:
+    """Why an answer ended before its end."""
+    if max_tokens is not None and usage.completion_tokens >= max_tokens:
+        return "cut short: max_tokens reached"
+    # Only an answer that shifts can be so long: without max_tokens, the engine ends it there.
+    return f"cut short after {usage.completion_tokens:,} tokens" if usage.completion_tokens >= n_ctx else "cut short: the context is full"

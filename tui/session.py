@@ -37,6 +37,7 @@ class ChatSession:
 
     system_prompt: str | None = None
     params: SamplingParams = SamplingParams()
+    context_policy: str = "error"
     turns: list[Turn] = field(default_factory=list)
 
     def ask(self, text: str) -> Turn:
