@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from hypothesis import HealthCheck, settings
+
 from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.detokenizer import Detokenizer
 from edgeinfer.runtime.engine import EngineCore
@@ -13,6 +15,13 @@ from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.sequence import Sequence
 from edgeinfer.runtime.values import Event, Failed, Finished, RequestOptions, SamplingParams, StepPlan, TextDelta
+
+SYSTEM = "You are a helpful assistant. Be brief, now:"    # 43 tokens
+# Of the state machines: the same examples on every run, so that a suite that passed passes again.
+PROFILE = settings(
+    max_examples=100, stateful_step_count=40, derandomize=True, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
 
 
 class Recorded(Sequence):
@@ -107,3 +116,14 @@ class Run:
             return plan
 
         return noted
+
+
+def endless(tokens: list[int]) -> int:
+    return ord("z")
+
+
+def start(*, prefill_chunk: int = 16, prefill_chunk_busy: int = 4, backend: type[ScriptedBackend] = ScriptedBackend, **fields) -> Run:
+    """A run on the fake; ``fields`` are those of the backend and of the scheduler."""
+    options = {name: fields.pop(name) for name in SchedulerOptions.__dataclass_fields__ if name in fields}
+    fields = {"n_ctx": 1 << 20, "max_batch": 1 << 20, "max_slots": 8, **fields}
+    return Run(backend(endless, **fields), prefill_chunk=prefill_chunk, prefill_chunk_busy=prefill_chunk_busy, **options)

@@ -55,7 +55,7 @@ def settled(engine: Engine) -> None:
 
 
 def test_five_hundred_conversations_keep_to_themselves() -> None:
-    """case 62, and F5: mixed lengths, priorities, context policies, seeds and adapters; every fifth is cancelled or dropped; the KV is far too small."""
+    """case 62: mixed lengths, priorities, context policies, seeds and adapters; every fifth is cancelled or dropped; the KV is far too small."""
     backend = ScriptedBackend(repeat, n_ctx=256, max_slots=12, max_seqs=8, max_batch=96, kv_cells=520, adapters=("a", "b"))
     options = SchedulerOptions(prefill_chunk=48, prefill_chunk_busy=24, max_waiting=1000, cache_bytes=300)
     ends: list[tuple[str, str, FinishReason, int, bool]] = []
@@ -136,7 +136,8 @@ def test_no_answer_of_a_real_model_holds_anothers_marker(smollm2_gguf) -> None:
         def client(number: int) -> None:
             for marker in markers[number::8]:
                 at = markers.index(marker)
-                stream = engine.chat([{"role": "user", "content": f"The password is {marker}. What is the password?"}], temperature=0, max_tokens=24, ignore_eos=True)
+                chat = [{"role": "user", "content": f"The password is {marker}. What is the password?"}]
+                stream = engine.chat(chat, temperature=0, max_tokens=24, ignore_eos=True)
                 if at % 8 == 3:
                     next(iter(stream), None)
                     stream.cancel()
