@@ -34,7 +34,7 @@ REPORT = Report(
         ScenarioFigures("mixed", 10, 44, 1, {"It <broke>.": 1}, 30.0, 1376, 45.9, {"long": kind(4000.0), "short": kind(400.0)}, (45.9,)),
         ScenarioFigures("turns", 4, 1, 1, {"All failed.": 1}, 1.0, 0, 0.0, {}, (0.0,)),
     ),
-    profile=(StepProfile(1, 127, 7.7, 7.4, {"plan": 0.1, "batch": 0.05, "sample": 0.1, "detokenize": 0.01, "deliver": 0.02, "other": 0.02}, "temperature 0.8"),),
+    profile=(StepProfile(1, 127, 7.7, 7.4, {"plan": 0.1, "batch": 0.05, "sample": 0.1, "detokenize": 0.01, "deliver": 0.02, "other": 0.02}, "temperature 0.8", 3.5),),
     notices=("Something & else.",),
 )
 EMPTY = Report(started=REPORT.started, machine=REPORT.machine, model=REPORT.model, settings=REPORT.settings, interrupted=True)
@@ -204,7 +204,7 @@ def test_the_table_says_all_figures() -> None:
     text = table.render(REPORT, comparison.compare(REPORT, faster()))
     for part in (
         "Tiny <model> & more, Q4_0", "23,040 bytes a token", "weights 91.7 MB", "2 threads", "AVX2", "note: Something & else.", "605.00", "7.07", "pp512", "tg128",
-        "S_PP", "409.6", "mixed short", "mixed: 1 failed: It <broke>.", "180 ms", "4.00 s", "12.0 s", "3.9 %", "better", "worse", "not the same: threads: 2 before, 4 now",
+        "S_PP", "409.6", "mixed short", "mixed: 1 failed: It <broke>.", "180 ms", "4.00 s", "12.0 s", "3.9 %", "3.5 %", "better", "worse", "not the same: threads: 2 before, 4 now",
     ):
         assert part in text, part
     assert "Interrupted" not in text and max(map(len, text.splitlines())) <= 130

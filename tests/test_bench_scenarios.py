@@ -260,6 +260,7 @@ def test_the_profile_divides_a_step_without_rest(sequences) -> None:
     assert tuple(found.python_ms) == profile.PARTS and all(value >= 0 for value in found.python_ms.values())
     assert found.native_ms + sum(found.python_ms.values()) == pytest.approx(found.step_ms)
     assert found.python_percent == pytest.approx(100 * (1 - found.native_ms / found.step_ms))
+    assert 0 < found.python_percent_p50 < 100
     assert found.python_ms["sample"] > 0 and found.python_ms["batch"] == 0           # the scripted backend is all "native"
 
 
@@ -284,3 +285,4 @@ def test_the_clock_counts_only_steady_steps_and_exclusive_time() -> None:
     assert clock.steps == 1
     found = clock.profile()
     assert found.native_ms > found.python_ms["batch"] > 0 and found.step_ms == pytest.approx(1e3 * clock.total)
+    assert found.python_percent_p50 == pytest.approx(found.python_percent)           # there is one step

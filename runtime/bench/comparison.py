@@ -71,6 +71,7 @@ def figures(report: Report) -> Iterator[tuple[str, Figure]]:
             yield f"{name} cached", Figure(found.cached_tokens_mean, "tokens", True)
     for step in report.profile:
         yield f"Python share at {step.sequences}", Figure(step.python_percent, "%", False)
+        yield f"Python share at {step.sequences} p50", Figure(step.python_percent_p50, "%", False)
 
 
 def _of_spread(name: str, spread: Spread | None) -> Iterator[tuple[str, Figure]]:

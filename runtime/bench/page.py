@@ -129,11 +129,11 @@ def _profile(report: Report) -> str:
     ]
     keys = "".join(f'<span class="key"><i style="background: var(--c{number})"></i>{escape(part)}</span>' for number, part in enumerate(parts))
     cells = [
-        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %")
+        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %")
         for each in report.profile
     ]
     return _section(
-        "The Python side of a decode step", svg.stacks("Python side of a decode step in percent", rows), f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python"), cells),
+        "The Python side of a decode step", svg.stacks("Python side of a decode step in percent", rows), f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python", "median step"), cells),
         note=f"What is not spent in the native library, mean over steps; {report.profile[0].sampling}. The table is in milliseconds.",
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -40,7 +41,11 @@ class StepClock:
         self._last_end: float | None = None
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.total = 0.0
-        self.steps = 0
+        self.python_percents: list[float] = []           # of each step
+
+    @property
+    def steps(self) -> int:
+        return len(self.python_percents)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, its time added to ``part``, without the wrapped calls inside it."""
@@ -80,8 +85,9 @@ class StepClock:
                 self._now["other"] += gap
                 for part, spent in self._now.items():
                     self.spent[part] += spent
-                self.total += end - self._last_end
-                self.steps += 1
+                whole = end - self._last_end
+                self.total += whole
+                self.python_percents.append(100 * (1 - self._now["native"] / whole))
             self._last_end = end if self._steady else None
         return wrapper
 
@@ -92,7 +98,7 @@ class StepClock:
         each = {part: 1e3 * self.spent[part] / self.steps for part in (*PARTS, "native")}
         native, step = each.pop("native"), 1e3 * self.total / self.steps
         each["other"] += max(0.0, step - native - sum(each.values()))    # the wrappers' own cost is nobody's part
-        return StepProfile(self._sequences, self.steps, step, native, each, _describe(SAMPLING))
+        return StepProfile(self._sequences, self.steps, step, native, each, _describe(SAMPLING), statistics.median(self.python_percents))
 
 
 def profile(engine: Engine, rng: random.Random, sequences: int, n_gen: int, *, words: int = 48) -> StepProfile:

@@ -111,13 +111,13 @@ def _profile(report: Report) -> list[str]:
     if not report.profile:
         return []
     parts = list(report.profile[0].python_ms)
-    header = ("sequences", "steps", "step", "native", *parts, "Python")
+    header = ("sequences", "steps", "step", "native", *parts, "Python", "p50")
     rows = [
-        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %")
+        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %")
         for each in report.profile
     ]
     shares = [
-        ("", "", "", f"{100 * each.native_ms / each.step_ms:.1f} %", *(f"{100 * each.python_ms[part] / each.step_ms:.1f} %" for part in parts), "") for each in report.profile
+        ("", "", "", f"{100 * each.native_ms / each.step_ms:.1f} %", *(f"{100 * each.python_ms[part] / each.step_ms:.1f} %" for part in parts), "", "") for each in report.profile
     ]
     lines = [line for pair in zip(rows, shares, strict=True) for line in pair]
     return [f"a decode step in milliseconds, {report.profile[0].sampling}", *_aligned([header, *lines], ">" * len(header))]

@@ -153,10 +153,11 @@ class StepProfile:
     native_ms: float                             # inside the native library
     python_ms: dict[str, float]                  # part -> milliseconds: plan, batch, sample, detokenize, deliver, other
     sampling: str
+    python_percent_p50: float                    # share of Python in the median step: steps that other programs interrupt weigh nothing here
 
     @property
     def python_percent(self) -> float:
-        """Share of the step that is not native."""
+        """Share of all steps' time that is not native."""
         return 100 * sum(self.python_ms.values()) / self.step_ms
 
 
