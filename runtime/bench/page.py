@@ -84,9 +84,8 @@ def _batched(report: Report) -> str:
 def _scenarios(report: Report) -> str:
     if not report.scenarios:
         return ""
-    drawing = svg.bars(
-        "output tokens a second by scenario", [(each.name, each.output_tokens_per_second, f"{each.output_tokens_per_second:,.1f} tok/s") for each in report.scenarios], css="b",
-    )
+    bars = [(each.name, each.output_tokens_per_second, f"{each.output_tokens_per_second:,.1f} tok/s") for each in report.scenarios]
+    drawing = svg.bars("output tokens a second by scenario", bars, css="b")
     rows = [(each.name, str(each.clients), str(each.requests), str(each.failed), f"{each.output_tokens:,}", f"{each.wall_s:,.1f} s") for each in report.scenarios]
     errors = "".join(f'<p class="warn">{escape(f"{each.name}: {times} failed: {message}")}</p>' for each in report.scenarios for message, times in each.errors.items())
     rounds = max(len(each.samples) for each in report.scenarios)
@@ -129,11 +128,15 @@ def _profile(report: Report) -> str:
     ]
     keys = "".join(f'<span class="key"><i style="background: var(--c{number})"></i>{escape(part)}</span>' for number, part in enumerate(parts))
     cells = [
-        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %")
+        (
+            str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts),
+            f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %",
+        )
         for each in report.profile
     ]
+    drawing = svg.stacks("Python side of a decode step in percent", rows)
     return _section(
-        "The Python side of a decode step", svg.stacks("Python side of a decode step in percent", rows), f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python", "median step"), cells),
+        "The Python side of a decode step", drawing, f"<p>{keys}</p>", _table(("sequences", "steps", "step, ms", "native", *parts, "Python", "median step"), cells),
         note=f"What is not spent in the native library, mean over steps; {report.profile[0].sampling}. The table is in milliseconds.",
     )
 
@@ -145,7 +148,8 @@ def _comparison(comparison: Comparison) -> str:
     notes = [f"Not the same: {difference}." for difference in comparison.differences]
     notes += [f"{title}: {', '.join(names)}." for title, names in (("Only before", comparison.only_before), ("Only now", comparison.only_now)) if names]
     return _section(
-        f"Compared with the run of {comparison.before_started}", _table(("figure", "before", "now", "", "now / before", ""), rows, classes=[row.verdict for row in comparison.rows]),
+        f"Compared with the run of {comparison.before_started}",
+        _table(("figure", "before", "now", "", "now / before", ""), rows, classes=[row.verdict for row in comparison.rows]),
         *(f'<p class="dim">{escape(note)}</p>' for note in notes),
     )
 

@@ -63,12 +63,16 @@ def lines(title: str, xs: Sequence[float], series: Sequence[tuple[str, Sequence[
     def y_of(y: float) -> float:
         return height - (height - 14) * y / top if top else float(height)
 
-    body = [f'<line class="grid" x1="60" x2="{right}" y1="{y_of(top * part):.1f}" y2="{y_of(top * part):.1f}"/>' + _text(54, y_of(top * part) + 4, f"{top * part:g}", "n") for part in (0, 0.5, 1)]
+    body = []
+    for y in (0.0, top / 2, top):
+        body.append(f'<line class="grid" x1="60" x2="{right}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>' + _text(54, y_of(y) + 4, f"{y:g}", "n"))
     body += [_text(x_of(x), height + 18, f"{x:g}", "m") for x in xs] + [_text(right + 24, height + 18, x_label, "v")]
     for number, (name, ys) in enumerate(series):
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
         body.append(f'<polyline class="line c{number}" points="{points}"/>')
-        body += [f'<circle class="dot c{number}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="4"><title>{escape(f"{name} {y:.1f} at {x:g}")}</title></circle>' for x, y in zip(xs, ys, strict=True)]
+        for x, y in zip(xs, ys, strict=True):
+            tip = escape(f"{name} {y:.1f} at {x:g}")
+            body.append(f'<circle class="dot c{number}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="4"><title>{tip}</title></circle>')
         body.append(_text(x_of(xs[-1]) + 12, y_of(ys[-1]) + 4, name, "v"))
     return _svg(title, height + _AXIS, body)
 

@@ -69,7 +69,8 @@ def _batched(report: Report) -> list[str]:
     first = report.batched[0]
     header = ("sequences", "S_PP", "S_TG", "S", "")
     rows = [(str(each.sequences), f"{each.s_pp:,.1f}", f"{each.s_tg:,.1f}", f"{each.s:,.1f}", bar(each.s_tg, longest)) for each in report.batched]
-    return [f"tokens a second of all sequences together: {first.n_prompt} prompt (PP) and {first.n_gen} new tokens (TG) each; bars: S_TG", *_aligned([header, *rows], ">>>><")]
+    title = f"tokens a second of all sequences together: {first.n_prompt} prompt (PP) and {first.n_gen} new tokens (TG) each; bars: S_TG"
+    return [title, *_aligned([header, *rows], ">>>><")]
 
 
 def _scenarios(report: Report) -> list[str]:
@@ -113,11 +114,15 @@ def _profile(report: Report) -> list[str]:
     parts = list(report.profile[0].python_ms)
     header = ("sequences", "steps", "step", "native", *parts, "Python", "p50")
     rows = [
-        (str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts), f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %")
+        (
+            str(each.sequences), str(each.steps), f"{each.step_ms:.3f}", f"{each.native_ms:.3f}", *(f"{each.python_ms[part]:.3f}" for part in parts),
+            f"{each.python_percent:.1f} %", f"{each.python_percent_p50:.1f} %",
+        )
         for each in report.profile
     ]
     shares = [
-        ("", "", "", f"{100 * each.native_ms / each.step_ms:.1f} %", *(f"{100 * each.python_ms[part] / each.step_ms:.1f} %" for part in parts), "", "") for each in report.profile
+        ("", "", "", *(f"{100 * spent / each.step_ms:.1f} %" for spent in (each.native_ms, *(each.python_ms[part] for part in parts))), "", "")
+        for each in report.profile
     ]
     lines = [line for pair in zip(rows, shares, strict=True) for line in pair]
     return [f"a decode step in milliseconds, {report.profile[0].sampling}", *_aligned([header, *lines], ">" * len(header))]

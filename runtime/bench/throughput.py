@@ -24,7 +24,8 @@ def check(settings: Settings, info: BackendInfo) -> None:
         return
     each = settings.batched_prompt + settings.batched_gen + 1
     if each > info.n_ctx:
-        raise BadRequest(f"-npp {settings.batched_prompt} -ntg {settings.batched_gen} needs a context of {each:,} tokens and this one has {info.n_ctx:,}; raise -c or lower them.")
+        wanted = f"-npp {settings.batched_prompt} -ntg {settings.batched_gen} needs a context of {each:,} tokens"
+        raise BadRequest(f"{wanted} and this one has {info.n_ctx:,}; raise -c or lower them.")
     most = max(settings.parallel)
     limit = info.max_seqs or info.max_slots
     if most > limit:
