@@ -11,6 +11,7 @@ from edgeinfer.errors import BadRequest, OutOfMemory
 from edgeinfer.models.gguf_header import read_header
 from edgeinfer.models.memory import parse_bytes
 from edgeinfer.runtime.backends import llama_memory
+from edgeinfer.runtime.backends.llama_options import flash_attention
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
 from edgeinfer.runtime.values import Chunk, StepPlan
 
@@ -27,8 +28,9 @@ def nothing_loads(monkeypatch) -> None:
 
 def check(path: Path, notices: list[str] | None = None, *, gpu_layers: int = 0, adapter_bytes: int = 0, **options):
     asked = LlamaOptions(**options)
-    header = read_header(path)
-    return llama_memory.check_memory(header, asked, llama_memory.context_size(header, asked, []), gpu_layers, adapter_bytes, [] if notices is None else notices)
+    header, said = read_header(path), [] if notices is None else notices
+    flash = flash_attention(asked, gpu_layers, said)
+    return llama_memory.check_memory(header, asked, llama_memory.context_size(header, asked, []), flash, gpu_layers, adapter_bytes, said)
 
 
 def test_a_budget_is_kept_before_anything_is_loaded(smollm2_gguf, nothing_loads) -> None:
@@ -116,3 +118,18 @@ def test_options_that_contradict_each_other(smollm2_gguf, nothing_loads) -> None
     ):
         with pytest.raises(BadRequest, match=words):
             edgeinfer.load(smollm2_gguf, **options)
+
+
+@pytest.mark.parametrize(("options", "layers", "expected"), [
+    ({}, 0, 1),
+    ({"parallel": 1}, 0, 1),                             # idle conversations are in the cache too
+    ({"parallel": 1, "cache_slots": 0}, 0, 0),
+    ({"kv_unified": False}, 0, 0),
+    ({"kv_unified": False, "max_memory": "1GiB"}, 0, 1),
+    ({"kv_unified": False, "cache_type_v": "q8_0"}, 0, 1),
+    ({"kv_unified": False, "flash_attn": "on"}, 0, 1),
+    ({"flash_attn": "off"}, 0, 0),
+    ({"kv_unified": False}, 99, -1),                     # on a GPU llama.cpp knows best
+])
+def test_flash_attention_where_it_pays(options, layers, expected) -> None:
+    assert flash_attention(LlamaOptions(**options), layers, []) == expected

@@ -44,7 +44,9 @@ def long_rope(header: GGUFHeader, n_ctx: int) -> bool:
     return "rope_factors_long.weight" in header.tensors and isinstance(original, int) and n_ctx > original
 
 
-def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_layers: int, adapter_bytes: int, notices: list[str]) -> MemoryEstimate:
+def check_memory(
+    header: GGUFHeader, options: LlamaOptions, n_ctx: int, flash: int, gpu_layers: int, adapter_bytes: int, notices: list[str],
+) -> MemoryEstimate:
     """The memory that loading will take. Raises `OutOfMemory` when that is more than ``max_memory`` or than this machine can give."""
 
     def needed(ctx: int) -> MemoryEstimate:
@@ -57,7 +59,7 @@ def check_memory(header: GGUFHeader, options: LlamaOptions, n_ctx: int, gpu_laye
             kv_type_v=options.cache_type_v,
             n_ubatch=min(options.ubatch_size, options.batch_size),
             n_outputs=output_rows(options),
-            flash_attention=options.flash_attn != "off",
+            flash_attention=flash != 0,
             kv_unified=options.kv_unified,
         )
         logits = 4 * output_rows(options) * header.vocab_size        # where they lie after the graph's own buffers are used again

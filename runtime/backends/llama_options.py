@@ -33,7 +33,7 @@ class LlamaOptions:
     device: str = "auto"                 # "auto", "cpu", "cuda"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    flash_attn: str = "auto"             # "auto", "on", "off"
+    flash_attn: str = "auto"             # "auto" (on a CPU: on where sequences share a KV cache), "on", "off"
     mmap: bool = True
     lora: tuple[str, ...] = ()           # adapters that requests may name: [NAME=]PATH[:SCALE] each
     max_memory: str | int | None = None  # of weights, KV cache and compute buffers: bytes or "2GiB"
@@ -61,14 +61,20 @@ def check_options(options: LlamaOptions) -> None:
         raise BadRequest(f"llama.cpp can hold {most} conversations; parallel and cache_slots together ask for {options.slots}.")
 
 
-def flash_attention(options: LlamaOptions, notices: list[str]) -> int:
-    """llama.cpp's enum: -1 auto, 0 off, 1 on. A quantised V cache works only with flash attention."""
+def flash_attention(options: LlamaOptions, gpu_layers: int, notices: list[str]) -> int:
+    """llama.cpp's enum: -1 auto, 0 off, 1 on. A quantised V cache works only with flash attention.
+
+    On a CPU its cells cost three times what they cost without, but it skips those of other sequences, which without it cost as much as one's own.
+    """
     quantised_v = options.cache_type_v not in ("f32", "f16", "bf16")
     if quantised_v and options.flash_attn == "off":
         raise BadRequest(f"A {options.cache_type_v} V cache needs flash attention; drop -fa off or use -ctv f16.")
     if quantised_v and options.flash_attn == "auto":
         notices.append(f"Flash attention was switched on, which the {options.cache_type_v} V cache needs.")
         return 1
+    if options.flash_attn == "auto" and gpu_layers == 0:
+        shared = options.kv_unified and options.slots > 1
+        return int(shared or options.max_memory is not None)         # without it, a ubatch needs a row of scores over all cells for every head and token
     return {"auto": -1, "off": 0, "on": 1}[options.flash_attn]
 
 

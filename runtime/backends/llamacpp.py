@@ -45,9 +45,10 @@ class LlamaCppBackend:
         check_options(options)
         adapters = parse_lora(options.lora)
         adapter_headers = [check_adapter(spec, header) for spec in adapters]
-        flash, layers = flash_attention(options, notices), gpu_layers(options, notices)
+        layers = gpu_layers(options, notices)
+        flash = flash_attention(options, layers, notices)
         self._n_ctx = context_size(header, options, notices)
-        check_memory(header, options, self._n_ctx, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
+        check_memory(header, options, self._n_ctx, flash, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
         self._unified = options.kv_unified
         self._copying = False                            # a copy between streams waits for the next decode
         self._running = False
