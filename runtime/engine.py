@@ -158,6 +158,8 @@ class EngineCore:
         if len(decoding) < len(self.scheduler.running) or self.scheduler.waiting:
             # Guesses never take the place of somebody's prompt.
             room = min(room, most - self.scheduler.width - self.scheduler.steady_chunk)
+        if info.kv_cells:                                # nor anybody's cells
+            room = min(room, info.kv_cells - self.slots.running_tokens - self.scheduler.width)
         speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(decoding) - len(drafted))
 
     def _count(self, plan: StepPlan, seconds: float) -> None:

@@ -87,7 +87,7 @@ class Scheduler:
         """Queue a new sequence."""
         self._arrivals += 1
         seq.order = self._arrivals
-        allowed = 0 if self._options.policy == "fcfs" else _PATIENCE * len(seq.tokens)
+        allowed = 0 if self._options.policy == "fcfs" else min(_PATIENCE * len(seq.tokens), _BATCH_DELAY)
         seq.due = self.clock + allowed + (_BATCH_DELAY if seq.options.priority == "batch" else 0)
         insort(self.waiting, seq, key=_urgency)
 
@@ -126,6 +126,8 @@ class Scheduler:
         for seq in list(self.waiting):
             if self._follows(seq):
                 continue
+            if not self._slots.fits(seq.tokens, seq.options.adapter):
+                return                   # let in, it would only take the cells of those who run, or lose its own to them
             lease = self._slots.acquire(seq.tokens, seq, adapter=seq.options.adapter, multiple=self._multiple(seq), tidy=seq.reproducible)
             if lease is None:
                 return

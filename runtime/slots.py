@@ -98,6 +98,10 @@ class SlotTable:
         return sum(slot.length for slot in self.slots)
 
     @property
+    def running_tokens(self) -> int:
+        return sum(slot.length for slot in self.slots if slot.owner is not None)
+
+    @property
     def idle_tokens(self) -> int:
         return sum(slot.length for slot in self.slots if slot.owner is None)
 
@@ -128,6 +132,19 @@ class SlotTable:
         target.tokens, target.length, target.exact, target.tidy = tokens, reused, sys.maxsize, tidy
         target.adapter, target.owner, target.last_used = adapter, owner, self._tick
         return Lease(target.index, reused, miss)
+
+    def fits(self, tokens: list[int], adapter: str | None) -> bool:
+        """Whether beside those who run there are cells for all of ``tokens``; idle cache does not count. Always true where nobody runs."""
+        running = [(slot.tokens, slot.adapter) for slot in self.slots if slot.owner is not None]
+        cells = self._backend.info.kv_cells
+        if not running or not cells or not self._backend.info.shared_cells or len(tokens) + sum(len(held) for held, _ in running) <= cells:
+            return True
+        needed = 0
+        counted: list[tuple[list[int], str | None]] = []
+        for held, kind in [*running, (tokens, adapter)]:             # a shared prefix takes its cells once
+            needed += len(held) - max((common_prefix(held, other, len(held)) for other, same in counted if same == kind), default=0)
+            counted.append((held, kind))
+        return needed <= cells
 
     def being_read(self, tokens: list[int], *, adapter: str | None = None, multiple: int = 1) -> BeingRead | None:
         """The running sequence whose own prompt shares the longest prefix with ``tokens`` beyond what is in the KV by now, if there is one."""

@@ -276,10 +276,13 @@ class Engines(RuleBasedStateMachine):
         clock, closed = scheduler.clock, scheduler._full
         plan = self._schedule()
         self.by_slot = {seq.slot: seq for seq in scheduler.running}
-        # Nobody waits longer for a leader than was set when it began, though a slot is free.
+        # Though a slot is free, one waits only for a leader, no longer than was set when it began, or for cells, behind which everybody waits.
         if not closed and len(scheduler.running) < scheduler.width:
-            assert all(clock < seq.gives_up for seq in scheduler.waiting if seq.leader is not None)
-            assert all(seq.leader is not None and seq.leader.status is Status.RUNNING for seq in scheduler.waiting)
+            for seq in scheduler.waiting:
+                if seq.leader is None:
+                    assert not self.core.slots.fits(seq.tokens, seq.options.adapter)
+                    break
+                assert clock < seq.gives_up and seq.leader.status is Status.RUNNING
         self._check_plan(plan)
         return plan
 
