@@ -152,7 +152,8 @@ class EngineCore:
     def _draft(self, speculator: Speculator) -> None:
         """Let answers that decode be guessed ahead, as far as one forward has room."""
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
-        drafted = [seq for seq in decoding if seq.options.speculative and not seq.reproducible]
+        together = [seq for seq in decoding if not seq.reproducible]     # the others run in batches of their own
+        drafted = [seq for seq in together if seq.options.speculative]
         info, most = self.backend.info, self.options.max_num_batched_tokens
         room = min(most, info.max_logits or most) - self.scheduler.width
         if len(decoding) < len(self.scheduler.running) or self.scheduler.waiting:
@@ -160,7 +161,7 @@ class EngineCore:
             room = min(room, most - self.scheduler.width - self.scheduler.steady_chunk)
         if info.kv_cells:                                # nor anybody's cells
             room = min(room, info.kv_cells - self.slots.running_tokens - self.scheduler.width)
-        speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(decoding) - len(drafted))
+        speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(together) - len(drafted))
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         counters = self.counters
