@@ -268,7 +268,7 @@ class SlotTable:
         found = persistence.find(tokens, adapter, held)
         if found is None:
             return False
-        target = min(idle, key=lambda slot: (slot.length > 0, slot.last_used))
+        target = min(idle, key=lambda slot: (slot.length > 0, slot.last_used if slot.length else slot.index))
         self._spill(target)
         self._clear(target)
         length = persistence.restore(found, target.index, self._make_room)
@@ -299,11 +299,11 @@ class SlotTable:
         return best, usable, longest
 
     def _target(self, idle: list[Slot], donor: Slot | None, usable: int) -> Slot:
-        """The donor itself when it loses nothing by it or is the only choice; else an empty slot; else the least recently used."""
+        """The donor itself when it loses nothing by it or is the only choice; else the first empty slot; else the least recently used."""
         others = [slot for slot in idle if slot is not donor]
         if donor is not None and donor.owner is None and usable and (usable == donor.length or not others or not self._backend.info.can_copy_prefix):
             return donor
-        return min(others or idle, key=lambda slot: (slot.length > 0, slot.last_used))
+        return min(others or idle, key=lambda slot: (slot.length > 0, slot.last_used if slot.length else slot.index))
 
     def _fill(self, target: Slot, donor: Slot | None, usable: int) -> int:
         if target is donor:

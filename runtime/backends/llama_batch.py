@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from operator import attrgetter
 
 import numpy as np
 
@@ -15,16 +16,22 @@ Group = tuple[Chunk, ...]
 def groups(plan: StepPlan, current: str | None = None) -> list[Group]:
     """The decoders together, those that must be alone and every prompt chunk by themselves; one adapter a group.
 
+    Decoders go by ascending slot: where each has KV cells of its own, llama.cpp computes only neighbours of ascending ids in one piece, and sixteen
+    in another order take almost twice as long.
+
     current: the adapter that is set in llama.cpp; its decoders go first, since setting another takes time.
     """
     if not plan.prefills and len(plan.decodes) == 1:
         return [plan.decodes]
     together: dict[str | None, list[Chunk]] = {}
-    for chunk in plan.decodes:
+    for chunk in sorted(plan.decodes, key=_slot):
         if not chunk.alone:
             together.setdefault(chunk.adapter, []).append(chunk)
     ordered = sorted(together, key=lambda adapter: (adapter != current, adapter or "")) if len(together) > 1 else together
     return [tuple(together[adapter]) for adapter in ordered] + [(chunk,) for chunk in plan.decodes if chunk.alone] + [(chunk,) for chunk in plan.prefills]
+
+
+_slot = attrgetter("slot")
 
 
 class Batch:
