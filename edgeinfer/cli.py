@@ -281,7 +281,7 @@ def _run(args: argparse.Namespace) -> int:
     from edgeinfer.runtime.load import load
 
     path = _resolve(args.model, offline=args.offline).path
-    with load(path, **_engine_options(args)) as engine:
+    with load(path, parallel=1, **_engine_options(args)) as engine:
         for notice in engine.info.notices:
             print(f"edgeinfer: {notice}", file=sys.stderr)
         if args.raw:
@@ -346,7 +346,7 @@ def _chat(args: argparse.Namespace) -> int:
     def loader() -> Any:
         from edgeinfer.runtime.load import load
 
-        return load(model.path, **options)
+        return load(model.path, parallel=1, **options)   # one conversation: all of the KV cache is its own
 
     return run_chat(loader, title=model.name, params=params, system_prompt=args.system, context_policy=args.context_policy)
 

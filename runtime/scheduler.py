@@ -144,7 +144,7 @@ class Scheduler:
             if not seq.patient:
                 return False
             found = self._slots.being_read(seq.tokens, adapter=seq.options.adapter, multiple=self._multiple(seq))
-            if found is None or found.gain < _WORTH_WAITING:
+            if found is None or found.gain < _WORTH_WAITING or found.shared < self._slots.copy_tokens:
                 return False
             leader, seq.awaited = found.leader, found.shared
             # Long enough for the leader to get there beside others, but bounded, whatever becomes of it.

@@ -82,6 +82,7 @@ class SlotTable:
         per_token = max(1, backend.info.kv_bytes_per_token)
         self._idle_tokens = cache_bytes // per_token if cache_bytes else None
         self.slots = [Slot(index) for index in range(backend.info.max_slots)]
+        self.copy_tokens = backend.info.copy_tokens      # prefixes shorter than this are not copied
         self.evictions = 0
         self._tick = 0
 
@@ -123,6 +124,9 @@ class SlotTable:
             donor, usable, shared = self._donor(tokens, wanted, adapter, multiple)
         miss = self._miss(donor, wanted, shared, usable, adapter)
         target = self._target(idle, donor, usable)
+        if target is not donor and 0 < usable < self.copy_tokens:
+            miss = f"the {usable} shared tokens are computed sooner than copied"
+            donor, usable = None, 0
         reused = self._fill(target, donor, usable)
         if reused < usable:
             miss = "this model's memory cannot be cut back to a prefix"

@@ -265,6 +265,7 @@ class BackendInfo:
     adapters: tuple[str, ...] = ()       # names of the LoRA adapters given at load
     shared_cells: bool = False           # slots share one pool of KV cells, and copies of a prefix share its cells
     can_copy_prefix: bool = True
+    copy_tokens: int = 0                 # prefixes shorter than this are computed sooner than copied
     can_shift: bool = False              # Backend.shift works
     can_export: bool = False             # Backend.export_slot and import_slot work
     layers_offloaded: int = 0

@@ -264,7 +264,7 @@ def test_more_than_was_reserved_is_a_clear_error(smollm2_gguf) -> None:
 
 
 def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=256, parallel=2))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=256, parallel=2, kv_unified=True))
     try:
         tokens = (backend.vocab.encode(STORY, add_special=False, parse_special=False) * 3)[:200]
         first = run(backend, 0, 0, tokens)
@@ -279,7 +279,7 @@ def test_a_full_cache_is_a_value_and_changes_nothing(smollm2_gguf) -> None:
 
 def test_more_conversations_are_held_than_run(smollm2_gguf) -> None:
     """In a shared cache an idle conversation costs its cells and nothing else."""
-    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=512, parallel=2))
+    backend = LlamaCppBackend(smollm2_gguf, LlamaOptions(threads=1, ctx_size=512, parallel=2, kv_unified=True))
     try:
         info = backend.info
         assert (info.max_seqs, info.max_slots, info.kv_cells, info.max_logits) == (2, 8, 512, 34)
@@ -300,7 +300,7 @@ def test_more_conversations_are_held_than_run(smollm2_gguf) -> None:
 
 def test_more_conversations_than_the_cache_holds(smollm2_gguf) -> None:
     """case 67: the shared KV fills up; everybody gets a whole answer."""
-    with edgeinfer.load(smollm2_gguf, ctx_size=256, parallel=4) as engine:
+    with edgeinfer.load(smollm2_gguf, ctx_size=256, parallel=4, kv_unified=True) as engine:
         streams = [engine.chat(ask(f"Write a long text about the number {n}."), temperature=0, ignore_eos=True, max_tokens=90) for n in range(6)]
         assert all(len(stream.text()) > 20 for stream in streams)
         assert {stream.usage.completion_tokens for stream in streams} == {90}
@@ -488,12 +488,12 @@ def test_an_idle_engine_keeps_no_compute_threads(smollm2_gguf) -> None:
     with edgeinfer.load(smollm2_gguf, ctx_size=256, parallel=1, threads=3) as engine:
         stream = engine.generate("hello", ignore_eos=True, temperature=0)
         next(iter(stream))
-        assert process.num_threads() == before + 3           # the engine's own thread and two workers
+        assert process.num_threads() == before + 4           # the engine's own thread, its watchdog and two workers
         stream.cancel()
         assert stream.wait(60)
         for _ in range(100):                                 # the end of the answer is told before the engine rests
-            if process.num_threads() == before + 1:
+            if process.num_threads() == before + 2:
                 break
             time.sleep(0.05)
-        assert process.num_threads() == before + 1
+        assert process.num_threads() == before + 2
         assert engine.generate("again", max_tokens=4, temperature=0).text()

@@ -9,7 +9,7 @@ import edgeinfer
 import pytest
 from edgeinfer.errors import BadRequest, OutOfMemory
 from edgeinfer.models.gguf_header import read_header
-from edgeinfer.models.memory import parse_bytes
+from edgeinfer.models.memory import kv_bytes_per_token, parse_bytes
 from edgeinfer.runtime.backends import llama_memory
 from edgeinfer.runtime.backends.llama_options import flash_attention
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
@@ -27,7 +27,7 @@ def nothing_loads(monkeypatch) -> None:
 
 
 def check(path: Path, notices: list[str] | None = None, *, gpu_layers: int = 0, adapter_bytes: int = 0, **options):
-    asked = LlamaOptions(**options)
+    asked = LlamaOptions(**({"kv_unified": True} | options))
     header, said = read_header(path), [] if notices is None else notices
     flash = flash_attention(asked, gpu_layers, said)
     return llama_memory.check_memory(header, asked, llama_memory.context_size(header, asked, []), flash, gpu_layers, adapter_bytes, said)
@@ -121,10 +121,11 @@ def test_options_that_contradict_each_other(smollm2_gguf, nothing_loads) -> None
 
 
 @pytest.mark.parametrize(("options", "layers", "expected"), [
-    ({}, 0, 1),
-    ({"parallel": 1}, 0, 1),                             # idle conversations are in the cache too
-    ({"parallel": 1, "cache_slots": 0}, 0, 0),
+    ({"kv_unified": True}, 0, 1),
+    ({"kv_unified": True, "parallel": 1}, 0, 1),         # idle conversations are in the cache too
+    ({"kv_unified": True, "parallel": 1, "cache_slots": 0}, 0, 0),
     ({"kv_unified": False}, 0, 0),
+    ({"kv_unified": False, "parallel": 5}, 0, 1),        # some of which are shorter than others
     ({"kv_unified": False, "max_memory": "1GiB"}, 0, 1),
     ({"kv_unified": False, "cache_type_v": "q8_0"}, 0, 1),
     ({"kv_unified": False, "flash_attn": "on"}, 0, 1),
@@ -133,3 +134,21 @@ def test_options_that_contradict_each_other(smollm2_gguf, nothing_loads) -> None
 ])
 def test_flash_attention_where_it_pays(options, layers, expected) -> None:
     assert flash_attention(LlamaOptions(**options), layers, []) == expected
+
+
+@pytest.mark.parametrize(("options", "available", "unified"), [
+    ({"parallel": 4}, 8, False),                         # at most 1/8 of the memory
+    ({"parallel": 4}, 7, True),
+    ({"parallel": 1}, 1, False),                         # the same memory either way
+    ({"parallel": 1, "cache_slots": 1}, 1, True),
+    ({"parallel": 4, "kv_size": 4096}, 99, True),        # asked for
+    ({"parallel": 4, "max_memory": "1GiB"}, 99, True),
+    ({"parallel": 4, "kv_unified": False}, 1, False),
+    ({"parallel": 4, "kv_unified": True}, 99, True),
+])
+def test_sequences_get_their_own_cells_where_memory_is_plenty(smollm2_gguf, monkeypatch, options, available, unified) -> None:
+    header = read_header(smollm2_gguf)
+    per_token = kv_bytes_per_token(header, type_k="f16", type_v="f16")
+    monkeypatch.setattr(llama_memory, "available_memory", lambda: available * 4 * 2048 * per_token)
+    chosen = llama_memory.choose_layout(header, LlamaOptions(**options), 2048)
+    assert chosen.kv_unified is unified and chosen.slots == options["parallel"] + (2 * options["parallel"] + 2 if unified and "cache_slots" not in options else options.get("cache_slots", 0))

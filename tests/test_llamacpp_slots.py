@@ -33,7 +33,7 @@ def one_layer(tmp_path_factory) -> Path:
 
 @contextmanager
 def opened(path: Path, **options) -> Iterator[LlamaCppBackend]:
-    backend = LlamaCppBackend(path, LlamaOptions(**{"ctx_size": 256, "parallel": 3, "threads": 1} | options))
+    backend = LlamaCppBackend(path, LlamaOptions(**{"ctx_size": 256, "parallel": 3, "threads": 1, "kv_unified": True} | options))
     try:
         yield backend
     finally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgeinfer.errors import BadRequest, OutOfMemory
 from edgeinfer.models.gguf_header import GGUFHeader
-from edgeinfer.models.memory import CELLS, MemoryEstimate, available_memory, estimate, format_bytes, parse_bytes
+from edgeinfer.models.memory import CELLS, MemoryEstimate, available_memory, estimate, format_bytes, kv_bytes_per_token, parse_bytes
 from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, LlamaOptions
 
 
@@ -19,6 +19,20 @@ def context_size(header: GGUFHeader, options: LlamaOptions, notices: list[str]) 
     if n_ctx > trained:
         notices.append(f"A context of {n_ctx:,} tokens was asked for; this model was trained for {trained:,}, and answers get worse beyond.")
     return n_ctx
+
+
+def choose_layout(header: GGUFHeader, options: LlamaOptions, n_ctx: int) -> LlamaOptions:
+    """``options`` with ``kv_unified`` decided.
+
+    Sequences with KV cells of their own are computed faster, since nobody's attention has to step over the cells of others; but each takes all of its
+    context's memory from the start. They get their own where that is at most 1/8 of the memory available and no budget was set.
+    """
+    if options.kv_unified is not None:
+        return options
+    apart = replace(options, kv_unified=False)
+    needed = apart.slots * n_ctx * kv_bytes_per_token(header, type_k=options.cache_type_k, type_v=options.cache_type_v)
+    own = not options.kv_size and options.max_memory is None and (apart.slots == 1 or needed <= available_memory() // 8)
+    return apart if own else replace(options, kv_unified=True)
 
 
 def kv_cells(options: LlamaOptions, n_ctx: int) -> int:

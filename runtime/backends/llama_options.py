@@ -13,6 +13,7 @@ from edgeinfer.models.native import llama
 
 DEFAULT_CONTEXT = 8192
 SHIFTABLE = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")     # types of K whose rotation llama.cpp can change
+_FEW = 4                                                 # sequences among which one may be long and the only one
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class LlamaOptions:
     ctx_size: int = 0                    # positions one sequence may use; 0: what the model was trained for, at most DEFAULT_CONTEXT
     parallel: int = 4                    # sequences that may run at once
     cache_slots: int = -1                # idle conversations held beside them; -1: 2 * parallel + 2 in a shared KV cache, where they cost nothing, else 0
-    kv_unified: bool = True              # one KV cache that all sequences share, or (False) ctx_size tokens for each, so many times the memory
+    kv_unified: bool | None = None       # one KV cache that all sequences share, or (False) ctx_size tokens for each, faster and so many times the memory;
+                                         # None: each its own where that is little of this machine's memory
     kv_size: int = 0                     # tokens the shared cache holds; 0: ctx_size
     batch_size: int = 2048
     ubatch_size: int = 512
@@ -74,7 +76,9 @@ def flash_attention(options: LlamaOptions, gpu_layers: int, notices: list[str]) 
         return 1
     if options.flash_attn == "auto" and gpu_layers == 0:
         shared = options.kv_unified and options.slots > 1
-        return int(shared or options.max_memory is not None)         # without it, a ubatch needs a row of scores over all cells for every head and token
+        # Many sequences differ in length, and without it each costs what the longest does.
+        # Without it, a ubatch also needs a row of scores over all cells for every head and token.
+        return int(shared or options.slots > _FEW or options.max_memory is not None)
     return {"auto": -1, "off": 0, "on": 1}[options.flash_attn]
 
 
