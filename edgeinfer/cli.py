@@ -98,6 +98,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - or nothing reads standard input")
     p.add_argument("--raw", action="store_true", help="continue PROMPT as it is, without the chat template")
     p.add_argument("--json", action="store_true", help="print one JSON document: text, finish reason, usage, timings")
+    p.add_argument("--lora", metavar="[NAME=]PATH[:SCALE]", help="answer with this LoRA adapter, a .gguf file for the same model")
     _model_options(p)
     _saving_options(p)
     _sampling_options(p)
@@ -134,6 +135,9 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("-ctk", "--cache-type-k", default="f16", metavar="TYPE", help="type of the K cache: f16, q8_0, q4_0, ...")
     group.add_argument("-ctv", "--cache-type-v", default="f16", metavar="TYPE", help="type of the V cache")
     group.add_argument("-fa", "--flash-attn", default="auto", choices=("auto", "on", "off"))
+    group.add_argument("--max-memory", metavar="SIZE", help="refuse to load what needs more for weights, KV cache and buffers: 2GiB")
+    group.add_argument("--lookup", action="store_true", help="guess ahead what followed the same words before: faster where answers quote the prompt")
+    group.add_argument("-md", "--model-draft", metavar="MODEL", help="guess ahead with a smaller model of the same vocabulary")
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file that replaces the model's template")
     group.add_argument("--offline", action="store_true", help="never use the network")
 
@@ -254,6 +258,9 @@ def _params(args: argparse.Namespace) -> Any:
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("ctx_size", "batch_size", "ubatch_size", "threads", "threads_batch", "gpu_layers", "device", "cache_type_k", "cache_type_v", "flash_attn")
     options = {name: getattr(args, name) for name in names}
+    options["max_memory"] = args.max_memory
+    options["speculative"] = "prompt_lookup" if args.lookup else "off"
+    options["draft_model"] = args.model_draft
     if getattr(args, "kv_dir", None) is not None:        # bench has no such option: it measures
         options["kv_cache_dir"] = args.kv_dir
     if args.chat_template is not None:
@@ -281,14 +288,15 @@ def _run(args: argparse.Namespace) -> int:
     from edgeinfer.runtime.load import load
 
     path = _resolve(args.model, offline=args.offline).path
-    with load(path, parallel=1, **_engine_options(args)) as engine:
+    with load(path, parallel=1, lora=(args.lora,) if args.lora else (), **_engine_options(args)) as engine:
+        adapter = next(iter(engine.info.adapters), None)
         for notice in engine.info.notices:
             print(f"edgeinfer: {notice}", file=sys.stderr)
         if args.raw:
-            stream = engine.generate(prompt, params, context_policy=args.context_policy)
+            stream = engine.generate(prompt, params, context_policy=args.context_policy, adapter=adapter)
         else:
             system = [{"role": "system", "content": args.system}] if args.system is not None else []
-            stream = engine.chat([*system, {"role": "user", "content": prompt}], params, context_policy=args.context_policy)
+            stream = engine.chat([*system, {"role": "user", "content": prompt}], params, context_policy=args.context_policy, adapter=adapter)
         interrupted = False
         try:
             if args.json:
