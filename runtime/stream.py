@@ -160,7 +160,8 @@ class Stream:
         self.cancel()
 
     def __del__(self) -> None:
-        self.cancel()
+        if "_engine" in self.__dict__:                   # an interrupt may come while it is being made
+            self.cancel()
 
     def _raise_if_failed(self) -> None:
         if isinstance(self._end, Failed):

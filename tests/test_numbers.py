@@ -141,6 +141,5 @@ def test_the_same_prompt_again_gives_the_same_again(reader: Reader, limit: float
     for _ in range(5):
         assert reader.backend.truncate(0, len(prompt) - 1)
         rows.append(reader.prefill(0, prompt, start=len(prompt) - 1))
-    assert len({int(row.argmax()) for row in rows}) == 1
     assert divergence(np.stack(rows[:1] * 5), np.stack(rows[1:])) < limit
     assert all(np.array_equal(row, rows[1]) for row in rows[2:])
