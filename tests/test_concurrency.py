@@ -196,6 +196,9 @@ def test_a_full_cache_makes_only_the_one_wait_that_does_not_fit(start) -> None:
     gate.open.set()
     assert [stream.text() for stream in (first, second, third)] == ["z" * 15] * 3
     assert (first.timings.preemptions, second.timings.preemptions, third.timings.preemptions) == (0, 0, 0)
+    plans = engine._core.backend.plans
+    begun = next(at for at, plan in enumerate(plans) if any(chunk.tokens[0] == ord("c") for chunk in plan.prefills))
+    assert begun > 0 and all(len(plan.chunks) == 1 for plan in plans[begun:])     # nobody was put out for it: it waited until it was alone
     assert engine.counters.failed == 0 and nothing_left(engine.counters)
 
 

@@ -141,5 +141,7 @@ def test_the_same_prompt_again_gives_the_same_again(reader: Reader, limit: float
     for _ in range(5):
         assert reader.backend.truncate(0, len(prompt) - 1)
         rows.append(reader.prefill(0, prompt, start=len(prompt) - 1))
+    # The first time one batch holds all 80 tokens and then only one, which rounds differently: at a near tie the two may swap, never more than that.
+    assert rows[1].max() - rows[1][rows[0].argmax()] < 0.5
     assert divergence(np.stack(rows[:1] * 5), np.stack(rows[1:])) < limit
     assert all(np.array_equal(row, rows[1]) for row in rows[2:])
