@@ -39,13 +39,17 @@ def chat(*arguments: str) -> Terminal:
     return Terminal([sys.executable, "-c", PROGRAM, *arguments])
 
 
+def answered(terminal: Terminal) -> str:
+    """The screen once the answer has ended. Until then a next message is kept as a draft, so its words alone are not enough to go on."""
+    return terminal.wait_until(lambda screen: "It is done [/ so." in screen and "first token" in screen and "○ ready" in screen, "a whole answer")
+
+
 def test_a_conversation_in_a_terminal():  # cases 109, 112
     with chat() as terminal:
         terminal.wait_for("ready")
         terminal.type("hello [/ and [b +")
         terminal.press("Enter")
-        terminal.wait_for("It is done [/ so.")
-        assert "hello [/ and [b +" in terminal.wait_for("first token")
+        assert "hello [/ and [b +" in answered(terminal)
 
         terminal.press("C-n")
         terminal.wait_gone("It is done")
@@ -57,7 +61,7 @@ def test_a_conversation_in_a_terminal():  # cases 109, 112
         screen = terminal.wait_for("three")
         assert [line.strip(" │") for line in screen.splitlines() if "│" in line] == ["one", "two", "three"]
         terminal.press("Enter")
-        terminal.wait_for("It is done")
+        answered(terminal)
 
         terminal.press("C-n")
         terminal.wait_gone("It is done")
@@ -65,7 +69,7 @@ def test_a_conversation_in_a_terminal():  # cases 109, 112
         screen = terminal.wait_for("third pasted")
         assert "It is done" not in screen and "│ first pasted" in screen and "│     second pasted" in screen
         terminal.press("Enter")
-        terminal.wait_for("It is done")
+        answered(terminal)
 
         terminal.type("long story")
         terminal.press("Enter")
