@@ -127,10 +127,14 @@ def test_options_that_contradict_each_other(smollm2_gguf, nothing_loads) -> None
     ({"kv_unified": False, "cache_type_v": "q8_0"}, 0, 1),
     ({"kv_unified": False, "flash_attn": "on"}, 0, 1),
     ({"flash_attn": "off"}, 0, 0),
+    ({"cache_type_v": "q8_0"}, 99, 1),
     ({"kv_unified": False}, 99, -1),                     # on a GPU llama.cpp knows best
 ])
 def test_flash_attention_where_it_pays(options, layers, expected) -> None:
-    assert flash_attention(LlamaOptions(**options), layers, []) == expected
+    said: list[str] = []
+    assert flash_attention(LlamaOptions(**options), layers, said) == expected
+    # What llama.cpp would have chosen by itself is said to have been chosen otherwise.
+    assert bool(said) == (layers > 0 and "cache_type_v" in options)
 
 
 @pytest.mark.parametrize(("options", "available", "unified"), [

@@ -71,12 +71,10 @@ def flash_attention(options: LlamaOptions, gpu_layers: int, notices: list[str]) 
     quantised_v = options.cache_type_v not in ("f32", "f16", "bf16")
     if quantised_v and options.flash_attn == "off":
         raise BadRequest(f"A {options.cache_type_v} V cache needs flash attention; drop -fa off or use -ctv f16.")
-    if quantised_v and options.flash_attn == "auto":
+    if options.flash_attn == "auto" and gpu_layers and quantised_v:
         notices.append(f"Flash attention was switched on, which the {options.cache_type_v} V cache needs.")
         return 1
-    if options.flash_attn == "auto" and gpu_layers == 0:
-        return 1
-    return {"auto": -1, "off": 0, "on": 1}[options.flash_attn]
+    return {"auto": -1 if gpu_layers else 1, "off": 0, "on": 1}[options.flash_attn]
 
 
 def gpu_layers(options: LlamaOptions, notices: list[str]) -> int:
