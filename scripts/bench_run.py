@@ -20,16 +20,21 @@ from pathlib import Path
 PROMPT = "What is the capital of Japan?"
 
 
-def llama_bench(binary: Path, model: Path, threads: int) -> float:
-    """tg128 in tokens a second."""
-    command = [str(binary / "llama-bench"), "-m", str(model), "-p", "0", "-n", "128", "-t", str(threads), "-r", "1", "-o", "json"]
+def llama_bench(binary: Path, model: Path, threads: int, depth: int = 0) -> float:
+    """tg128 in tokens a second, from an empty cache or after ``depth`` tokens."""
+    command = [str(binary / "llama-bench"), "-m", str(model), "-p", "0", "-n", "128", "-d", str(depth), "-t", str(threads), "-r", "1", "-o", "json"]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[0]["avg_ts"]
 
 
-def edgeinfer_decode(model: Path, threads: int, *sampling: str) -> float:
-    """Decode rate of 128 tokens as `edgeinfer run --json` reports it."""
+def edgeinfer_run(model: Path, threads: int, *sampling: str) -> dict[str, dict[str, float]]:
+    """What `edgeinfer run --json` reports of 128 tokens."""
     command = [sys.executable, "-m", "edgeinfer", "run", str(model), PROMPT, "--json", "-n", "128", "--ignore-eos", "-t", str(threads), *sampling]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["timings"]["predicted_per_second"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def edgeinfer_decode(model: Path, threads: int, *sampling: str) -> float:
+    """Tokens a second, without the prompt."""
+    return edgeinfer_run(model, threads, *sampling)["timings"]["predicted_per_second"]
 
 
 def first_output(command: list[str], after: str = "") -> float:
@@ -60,8 +65,10 @@ def main() -> None:
     args = parser.parse_args()
     cli = [str(args.llama_bin / "llama-cli"), "-m", str(args.model), "-p", PROMPT, "-n", "16", "-t", str(args.threads), "-st", "--simple-io", "--temp", "0"]
     run = [sys.executable, "-m", "edgeinfer", "run", str(args.model), PROMPT, "-n", "16", "-t", str(args.threads), "--temp", "0"]
+    depth = int(edgeinfer_run(args.model, args.threads)["usage"]["prompt_tokens"])
     programs: dict[str, Callable[[], float]] = {
         "llama-bench tg128, tok/s": lambda: llama_bench(args.llama_bin, args.model, args.threads),
+        f"the same after {depth} tokens": lambda: llama_bench(args.llama_bin, args.model, args.threads, depth),
         "edgeinfer greedy, tok/s": lambda: edgeinfer_decode(args.model, args.threads, "--temp", "0"),
         "edgeinfer sampling, tok/s": lambda: edgeinfer_decode(args.model, args.threads),
         "llama-cli first token, s": lambda: first_output(cli, after=f"> {PROMPT}"),
@@ -75,8 +82,9 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in measured.items()}
     for name, values in measured.items():
         print(f"{name:<30} {median[name]:8.2f}   ({', '.join(f'{value:.2f}' for value in values)})")
-    bench, greedy, sampling, cli_first, run_first = median.values()
-    print(f"decode: greedy {greedy / bench:.3f}, sampling {sampling / bench:.3f} of llama-bench; first token {run_first / cli_first:.2f} times llama-cli's")
+    bench, deep, greedy, sampling, cli_first, run_first = median.values()
+    print(f"decode: greedy {greedy / bench:.3f}, sampling {sampling / bench:.3f} of llama-bench, and {greedy / deep:.3f}, {sampling / deep:.3f} after as long a prompt")
+    print(f"first token: {run_first / cli_first:.2f} times llama-cli's")
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def check_options(options: LlamaOptions) -> None:
 def flash_attention(options: LlamaOptions, gpu_layers: int, notices: list[str]) -> int:
     """llama.cpp's enum: -1 auto, 0 off, 1 on. A quantised V cache works only with flash attention.
 
-    On a CPU it is on unless switched off: it reads prompts faster at every length, decodes faster while answers are short, and skips the cells of
-    other sequences. Only decoding far into a long context is slower with it (SmolLM2, two cores: 0.94 at 1,000 tokens, 0.64 at 2,500).
+    On a CPU it is on unless switched off: prompts are read faster with it, short conversations decode faster, and the cells of other sequences are
+    skipped. What is slower is decoding far into a long context; docs/architecture.md has the figures.
     """
     quantised_v = options.cache_type_v not in ("f32", "f16", "bf16")
     if quantised_v and options.flash_attn == "off":
