@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from edgeinfer.errors import BadRequest
+from edgeinfer.runtime.constraint import Constraint
 
 # ---------------------------------------------------------------------------------------------------------------- request
 
@@ -24,6 +25,14 @@ def _in_range(name: str, value: float, low: float, high: float, *, open_low: boo
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not (ok and (low < value if open_low else low <= value) and value <= high):
         raise BadRequest(f"{name} must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}, not {value!r}.")
+
+
+MAX_LOGPROBS = 20
+
+
+def _alternatives(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_LOGPROBS:
+        raise BadRequest(f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()           # the text ends before the first of these
     ignore_eos: bool = False             # keep going past end-of-turn tokens (benchmarks)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None          # report each token's log-probability and so many alternatives, 0 .. 20; None: do not
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0, 100)
@@ -51,6 +61,8 @@ class SamplingParams:
         _in_range("repeat_penalty", self.repeat_penalty, 0, 100, open_low=True)
         _in_range("presence_penalty", self.presence_penalty, -10, 10)
         _in_range("frequency_penalty", self.frequency_penalty, -10, 10)
+        if self.logprobs is not None:
+            _alternatives("logprobs", self.logprobs)
         for name, low in (("top_k", 0), ("repeat_last_n", -1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -88,6 +100,8 @@ class RequestOptions:
     context_policy: str = "error"        # what happens when the context is full: "error", "shift" or "truncate_middle"
     adapter: str | None = None           # name of a LoRA adapter that was given at load
     speculative: bool = True             # may be drafted, where the engine was loaded with a drafter
+    constraint: Constraint | None = None  # what the answer must be like: a grammar, a schema
+    prompt_logprobs: int | None = None   # report each prompt token's log-probability and so many alternatives, 0 .. 20; None: do not
 
     def __post_init__(self) -> None:
         for name, value, known in (("priority", self.priority, PRIORITIES), ("context_policy", self.context_policy, CONTEXT_POLICIES)):
@@ -97,6 +111,8 @@ class RequestOptions:
             raise BadRequest(f"adapter must be the name of an adapter, not {self.adapter!r}.")
         if not isinstance(self.speculative, bool):
             raise BadRequest(f"speculative must be true or false, not {self.speculative!r}.")
+        if self.prompt_logprobs is not None:
+            _alternatives("prompt_logprobs", self.prompt_logprobs)
 
 
 # ------------------------------------------------------------------------------------------------------ scheduler <-> backend
@@ -202,10 +218,31 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """One token and how likely the model found it, before any sampling parameter, together with the likeliest alternatives."""
+
+    token: int
+    logprob: float                       # natural logarithm
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), the likeliest first; as many as were asked for
+
+
+@dataclass(frozen=True)
 class TextDelta:
-    """Text that is final: whole characters, no part of a stop string."""
+    """Text that is final: whole characters, no part of a stop string.
+
+    ``logprobs``: where they were asked for, the tokens that this text completes, one entry each. Joined over an answer they are its tokens in order;
+    a token that adds no text yet (half a character, held back as the start of a stop string) comes with the piece that does.
+    """
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Sent once, when the prompt has been read, where ``prompt_logprobs`` were asked for: one entry a prompt token, None for the first."""
+
+    entries: tuple[TokenLogprob | None, ...]
 
 
 @dataclass(frozen=True)
@@ -236,7 +273,7 @@ class Failed:
     timings: Timings
 
 
-Event = TextDelta | PrefillProgress | Finished | Failed
+Event = TextDelta | PrefillProgress | PromptLogprobs | Finished | Failed
 
 
 # ------------------------------------------------------------------------------------------------------------- capabilities

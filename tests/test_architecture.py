@@ -30,6 +30,11 @@ DOORS = {
     "sentencepiece": {"convert/sentencepiece_tokenizer.py"},
     "textual": {"tui/"},
     "rich": {"tui/"},
+    "llguidance": {"runtime/structured.py"},
+    "pydantic": {"runtime/server/"},
+    "starlette": {"runtime/server/"},
+    "uvicorn": {"runtime/server/"},
+    "prometheus_client": {"runtime/server/metrics.py"},
 }
 NEVER = {"torch", "transformers", "onnxruntime", "onnx", "optimum", "safetensors"}
 
@@ -76,7 +81,7 @@ def test_only_load_knows_the_backends() -> None:
             assert not any("runtime.backends" in name for name in imports(path)), relative
 
 
-HEAVY = ("numpy", "llama_cpp", "gguf", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "textual", "rich", "psutil", "platformdirs")
+HEAVY = ("numpy", "llama_cpp", "gguf", "tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "textual", "rich", "psutil", "platformdirs", "llguidance", "pydantic", "starlette", "uvicorn", "prometheus_client")
 
 
 @pytest.mark.parametrize("code", ["import edgeinfer", "import edgeinfer.cli; edgeinfer.cli._parser()", "import edgeinfer.models.spec, edgeinfer.errors"])
