@@ -101,7 +101,7 @@ class ChatTemplate:
                 return True                                 # it fails on the probe itself: nothing is known, so nothing is changed
             return False
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any) -> str:
+    def _render(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, tools: list[Any] | None = None, **kwargs: Any) -> str:
         variables = {
             "documents": None, **self._tokens, **kwargs,
             "messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt,

@@ -29,6 +29,7 @@ from edgeinfer.runtime.values import BackendInfo, Event, RequestOptions, Samplin
 if TYPE_CHECKING:
     from edgeinfer.runtime.kv_spill import KVPersistence
     from edgeinfer.runtime.speculative import Speculator
+    from edgeinfer.runtime.structured import Grammars
 
 
 class Engine:
@@ -63,15 +64,25 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------------- requests
 
-    def chat(self, messages: Iterable[Mapping[str, Any]], params: SamplingParams | None = None, **fields: Any) -> Stream:
+    def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: list[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Stream:
         """Answer a conversation: ``[{"role": "user", "content": "..."}]``, rendered with the model's own chat template.
 
-        ``fields`` are those of `SamplingParams`, over ``params``, over the defaults, and those of `RequestOptions` (priority, context_policy, ...).
-        Raises `BadRequest` and its kin at once.
+        ``tools``: definitions of functions that the template shows to the model; ``template_kwargs``: further variables of the template, e.g.
+        ``enable_thinking``. ``fields`` are those of `SamplingParams`, over ``params``, over the defaults, and those of `RequestOptions` (priority,
+        context_policy, ...). Raises `BadRequest` and its kin at once.
         """
         options = self._options_of(fields)
         params = SamplingParams.of(params, **fields)
-        return self._submit(fit_chat(self._encode, messages, self.info.n_ctx, options.context_policy, params.max_tokens), params, options)
+        encode = partial(self._encode, **_template_variables(tools, template_kwargs))
+        return self._submit(fit_chat(encode, messages, self.info.n_ctx, options.context_policy, params.max_tokens), params, options)
 
     def generate(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Continue a raw prompt: text (markers in it are honoured) or token ids taken as they are. ``fields`` as for `chat`."""
@@ -83,6 +94,36 @@ class Engine:
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Prompt tokens that `chat` would send for these messages, were there room for all of them."""
         return len(self._encode(messages))
+
+    def render_chat(
+        self, messages: Iterable[Mapping[str, Any]], tools: list[Any] | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text that the chat template makes of a conversation; arguments and errors as for `chat`."""
+        return self._template.render(messages, **_template_variables(tools, template_kwargs))
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids of a text. ``add_special`` adds BOS and EOS as the model wants, ``parse_special`` reads markers in it as their control tokens."""
+        return self.vocab.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """The text of token ids, control tokens as they are written in templates; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, self._checked(tokens))).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for: the bytes of its text, for a control token those of its marker."""
+        return self.vocab.token_bytes(token) or self.vocab.token_text(token).encode()
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """The chat template in use: the one given at load, or the model's own; None where there is neither."""
+        return self._chat_template_source
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers can be constrained by (``constraint=``) for this model's vocabulary, and remembers it."""
+        from edgeinfer.runtime.structured import Grammars     # llguidance is loaded for those who ask for it
+
+        return Grammars(self.vocab, self.info.n_vocab)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -132,8 +173,8 @@ class Engine:
             eos_text=self.vocab.token_text(eos) if eos is not None else "",
         )
 
-    def _encode(self, messages: Iterable[Mapping[str, Any]]) -> list[int]:
-        return encode_chat(self.vocab, self._template, messages)
+    def _encode(self, messages: Iterable[Mapping[str, Any]], /, **variables: Any) -> list[int]:
+        return encode_chat(self.vocab, self._template, messages, **variables)
 
     def _checked(self, prompt: Iterable[int]) -> list[int]:
         tokens = [int(token) for token in prompt]
@@ -192,3 +233,15 @@ class Engine:
         loop.submit(sequence, max_waiting=self._options.max_waiting)
         stream._bind(sequence, cancel, self)
         return stream
+
+
+def _template_variables(tools: list[Any] | None, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    variables = dict(template_kwargs or {})
+    bad = next((name for name in variables if not (isinstance(name, str) and name.isidentifier())), None)
+    if bad is not None:
+        raise BadRequest(f"A template option must be named by an identifier, not {bad!r}.")
+    if "tools" in variables:
+        raise BadRequest("'tools' is a field of the request and cannot be a template option.")
+    if tools:
+        variables["tools"] = list(tools)
+    return variables

@@ -65,7 +65,7 @@ class Stream:
     # ------------------------------------------------------------------------------------------------------------- reading
 
     def events(self) -> Iterator[Event]:
-        """`TextDelta` and `PrefillProgress`, then one `Finished` or `Failed`. Blocks while nothing is there."""
+        """`TextDelta`, `PrefillProgress` and `PromptLogprobs`, then one `Finished` or `Failed`. Blocks while nothing is there."""
         while True:
             with self._changed:
                 while not self._events:
@@ -145,6 +145,16 @@ class Stream:
     def progress(self) -> PrefillProgress | None:
         """How far the prompt has been read; None before the request was queued."""
         return self._sequence.progress() if self._sequence else None
+
+    @property
+    def submitted(self) -> float:
+        """When the request was made, in `time.perf_counter`'s seconds."""
+        return self._sequence.submitted if self._sequence else 0.0
+
+    @property
+    def token_times(self) -> tuple[float, ...]:
+        """When each token of the answer so far was there, in `time.perf_counter`'s seconds."""
+        return tuple(self._sequence.token_times) if self._sequence else ()
 
     # --------------------------------------------------------------------------------------------------------------- ending
 
