@@ -64,7 +64,7 @@ class EngineCore:
         # The plan must never be larger than what one forward accepts, however the two were configured.
         self.options = replace(options, max_num_batched_tokens=min(options.max_num_batched_tokens, backend.info.max_batch))
         self.slots = SlotTable(backend, self.options.cache_bytes, persistence)
-        self.scheduler = Scheduler(self.slots, self.options)
+        self.scheduler = Scheduler(self.slots, self.options, backend.info.attention_depth)
         self.speculator = speculator
         self.counters = EngineCounters()
         self.inside: set[Sequence] = set()               # every request from its submission, by whatever thread, to its end

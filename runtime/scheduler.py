@@ -2,7 +2,8 @@
 
 There is no prefill phase and no decode phase. The one rule: each step lets every running sequence's ``num_computed`` catch up with its tokens, under
 a token budget. Decoders (one token behind) go first; what budget is left reads prompts, and less of it while anybody decodes, so that the gap
-between two tokens of one answer does not depend on the length of somebody else's prompt.
+between two tokens of one answer does not depend on the length of somebody else's prompt. A prompt's tokens take longer the further in they are, so the
+pieces get smaller: `affordable`.
 
 Whose prompt is read first follows from one number, the deadline: the engine's clock at arrival plus what the prompt itself takes, in tokens. Short
 prompts are due before long ones that came at the same time, and a long one is overtaken only by what arrives before it is due, so nobody starves.
@@ -16,6 +17,7 @@ in chunks of one size that begin at multiples of it, whatever is cached, and its
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass
 
@@ -29,6 +31,8 @@ MAX_SEQS = 32                            # sequences that may run at once
 _PATIENCE = 4                            # a prompt of n tokens is due after so many times n tokens of other work
 _BATCH_DELAY = 1 << 16                   # how much later, in tokens of other work, a batch request is due than an interactive one
 _WORTH_WAITING = 8                       # tokens of shared prefix under which computing them again is as quick as waiting
+_STEADY_CHUNK = 128                      # prompt tokens of one step of a request with a seed, at most: it stays the same at any depth
+_TILE = 64                               # kernels compute attention for so many prompt tokens together, wanted or not
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class SchedulerOptions:
     max_num_seqs: int = 0                # sequences that run at once, 1 .. 32; 0: as many as the backend was made for
     max_num_batched_tokens: int = 2048   # of one step
     prefill_chunk: int = 512             # prompt tokens of one step when nobody decodes
-    prefill_chunk_busy: int = 128        # and when somebody does
+    prefill_chunk_busy: int = 256        # and when somebody does, at the start of a prompt; further in fewer, which take as long
     batch_wait_ms: float = 0             # an idle engine gathers requests for so long before its first step
     max_waiting: int = 256               # requests inside, beyond which new ones are refused as busy
     policy: str = "shortest"             # "shortest": by deadline; "fcfs": first come, first served
@@ -61,7 +65,7 @@ class SchedulerOptions:
 class Scheduler:
     """Holds the waiting and the running sequences; decides, computes nothing. Deterministic for given arrivals."""
 
-    def __init__(self, slots: SlotTable, options: SchedulerOptions):
+    def __init__(self, slots: SlotTable, options: SchedulerOptions, attention_depth: int = 0):
         self.width = slots.width(options.max_num_seqs)
         if options.max_num_batched_tokens < self.width:
             raise BadRequest(
@@ -69,8 +73,9 @@ class Scheduler:
             )
         self._slots = slots
         self._options = options
+        self._attention_depth = attention_depth
         # The chunk of requests with a seed: one that always fits, whoever decodes beside it.
-        self.steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, options.max_num_batched_tokens - self.width))
+        self.steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, _STEADY_CHUNK, options.max_num_batched_tokens - self.width))
         self.waiting: list[Sequence] = []                # sorted by urgency
         self.running: list[Sequence] = []                # in order of admission: the last is the youngest
         self.clock = 0                                   # tokens planned since the engine started
@@ -101,20 +106,23 @@ class Scheduler:
         prefills: tuple[Chunk, ...] = ()
         if len(decodes) < len(self.running):
             budget = min(options.max_num_batched_tokens - used, options.prefill_chunk_busy if decodes else options.prefill_chunk)
-            prefills = self._prefills(budget)
+            prefills = self._prefills(budget, self._attention_depth if decodes else 0)
             used += sum(len(chunk.tokens) for chunk in prefills)
         self.clock += used
         return StepPlan(decodes, prefills)
 
-    def _prefills(self, budget: int) -> tuple[Chunk, ...]:
-        chunks = []
+    def _prefills(self, budget: int, attention_depth: int) -> tuple[Chunk, ...]:
+        chunks: list[Chunk] = []
+        time = _time(budget, 0, attention_depth)
         for seq in sorted((seq for seq in self.running if not seq.is_decoding), key=_urgency):
-            if budget <= 0:
+            room = min(budget, affordable(time, seq.num_computed, attention_depth))
+            if room <= 0:
                 break
-            size = min(self.steady_chunk if seq.reproducible else budget, seq.num_uncomputed)
-            if size > budget:            # of a fixed size and not fitting any more: next step
+            size = min(self.steady_chunk if seq.reproducible else room, seq.num_uncomputed)
+            if size > room and (chunks or size > budget):        # of a fixed size and not fitting any more: next step
                 break
             budget -= size
+            time -= _time(size, seq.num_computed, attention_depth)
             chunks.append(_prefill(seq, size))
         return tuple(chunks)
 
@@ -193,6 +201,20 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
             self._full = self._full and any(other.status is Status.PREEMPTED for other in self.waiting)
+
+
+def _time(count: int, start: int, attention_depth: int) -> float:
+    """How long ``count`` tokens from position ``start`` on take to read, in tokens at position 0: one at ``attention_depth`` takes twice as long."""
+    return count + count * (2 * start + count) / (2 * attention_depth) if attention_depth else count
+
+
+def affordable(time: float, start: int, attention_depth: int) -> int:
+    """Prompt tokens from position ``start`` on that are read in ``time`` (of `_time`): the nearest whole number of tiles, fewer than one as they are."""
+    if not attention_depth or time <= 0:
+        return int(time)
+    deep = attention_depth + start
+    count = max(1, int(math.sqrt(deep * deep + 2 * attention_depth * time) - deep + 1e-6))
+    return (count + _TILE // 2) // _TILE * _TILE if count > _TILE else count
 
 
 def _urgency(seq: Sequence) -> tuple[bool, int, int]:

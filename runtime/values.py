@@ -307,6 +307,7 @@ class BackendInfo:
     can_export: bool = False             # Backend.export_slot and import_slot work
     layers_offloaded: int = 0
     layers: int = 0
+    attention_depth: int = 0             # context at which attention takes about as long as all else a prompt token needs; 0: not known
     threads: int = 0                     # that compute a token; 0: not known
     system: str = ""                     # instruction sets and build flags
     notices: tuple[str, ...] = ()        # what was asked for and is done differently, one sentence each

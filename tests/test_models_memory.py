@@ -13,7 +13,7 @@ from edgeinfer.errors import BadRequest, ModelDamaged
 from edgeinfer.models.checkpoint import Checkpoint
 from edgeinfer.models.ggml_types import BY_NAME
 from edgeinfer.models.gguf_header import read_header
-from edgeinfer.models.memory import KV_TYPES, _group_memory, available_memory, estimate, format_bytes, kv_bytes_per_token, parse_bytes
+from edgeinfer.models.memory import KV_TYPES, _group_memory, attention_depth, available_memory, estimate, format_bytes, kv_bytes_per_token, parse_bytes
 from edgeinfer.models.native import NativeModel, captured_logs, llama
 
 TYPE_NUMBERS = {"f16": 1, "q8_0": 8, "q4_0": 2}
@@ -166,3 +166,9 @@ def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
     assert _group_memory(new) == 1800 and _group_memory(old) == 1250 and _group_memory(over) == 0
     assert _group_memory(free) == _group_memory(none) > 2**60
     assert 2**20 < available_memory() < 2**60
+
+
+def test_attention_takes_half_of_a_token_at_two_thirds_of_the_context_where_operations_are_equal(smollm2_gguf: Path) -> None:
+    parameters = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576) + 576          # all but the embeddings
+    equal = 2 * parameters / (30 * 4 * 9 * 64)
+    assert attention_depth(read_header(smollm2_gguf)) == int(equal * 2 / 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given, strategies as st
 from engine_runs import SYSTEM, Run, start
 
 from edgeinfer.errors import BackendFailed, BadRequest
@@ -29,6 +30,27 @@ def test_decoders_go_first_and_prefill_is_bounded_while_anyone_decodes() -> None
     assert run.step() == "| a4"
     run.add("b", "b" * 10, max_tokens=2)
     assert run.steps(4) == ["a | b4", "a | b4", "a | b2", "a b |"]
+
+
+def test_the_pieces_of_a_long_prompt_get_smaller_while_anyone_decodes() -> None:
+    run = start(prefill_chunk=512, prefill_chunk_busy=256, attention_depth=1000)
+    run.add("a", "aaaa")
+    run.step()
+    run.add("b", "b" * 2000, max_tokens=2)
+    sizes = []
+    while (plan := run.step()) != "a b |":
+        sizes.append(int(plan.removeprefix("a | b")))
+    assert sizes == [256, 192, 192, 192, *[128] * 9, 16]
+
+
+@given(st.integers(1, 2048), st.integers(0, 100_000), st.integers(1, 50_000))
+def test_a_piece_takes_as_long_wherever_it_is(budget: int, at: int, depth: int) -> None:
+    time = scheduler._time(budget, 0, depth)
+    count = scheduler.affordable(time, at, depth)
+    assert 1 <= count <= budget + 32 and scheduler.affordable(time, at + 1000, depth) <= count
+    tile = scheduler._time(32, at + count, depth)                   # half a tile more or less
+    assert abs(scheduler._time(count, at, depth) - time) <= max(tile, scheduler._time(1, at + count, depth))
+    assert scheduler.affordable(budget, at, 0) == budget
 
 
 def test_one_step_reads_several_prompts() -> None:

@@ -76,6 +76,7 @@ class ScriptedBackend:
         max_batch: int = 64,
         max_logits: int = 0,
         kv_cells: int | None = None,
+        attention_depth: int = 0,
         adapters: tuple[str, ...] = (),
         before_forward: Callable[[StepPlan], None] | None = None,
         vocab: ByteVocab | None = None,
@@ -93,6 +94,7 @@ class ScriptedBackend:
             engine="fake", device="cpu", model="scripted", quantization="none", n_vocab=self.vocab.size, n_ctx=n_ctx, n_ctx_train=n_ctx,
             max_slots=max_slots, max_seqs=max_seqs, max_batch=max_batch, max_logits=max_logits, kv_type="none", kv_bytes_per_token=1, weight_bytes=0,
             kv_cells=kv_cells or 0, fingerprint="scripted", adapters=adapters, shared_cells=True, can_shift=True, can_export=True,
+            attention_depth=attention_depth,
         )
         self._cells = kv_cells
         self._before_forward = before_forward

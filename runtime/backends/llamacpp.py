@@ -20,7 +20,7 @@ import numpy as np
 from edgeinfer.errors import BackendFailed, OutOfMemory
 from edgeinfer.models.fingerprint import fingerprint
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
-from edgeinfer.models.memory import kv_bytes_per_token
+from edgeinfer.models.memory import attention_depth, kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function, release_compute_threads
 from edgeinfer.runtime.backends.llama_batch import Batch, Group, groups
 from edgeinfer.runtime.backends.llama_lora import Adapters, check_adapter, parse_lora
@@ -143,6 +143,7 @@ class LlamaCppBackend:
             can_export=True,
             layers_offloaded=on_gpu,
             layers=layers,
+            attention_depth=attention_depth(header),
             threads=options.threads or usable_cores(),
             system=(lib.llama_print_system_info() or b"").decode("utf-8", "replace").strip(),
             notices=tuple(notices),
