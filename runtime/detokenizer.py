@@ -21,15 +21,19 @@ class Detokenizer:
 
     The text continues a prompt, so a leading space that the first token carries ("▁Hello" in SentencePiece vocabularies) is kept: dropping it here
     would glue the answer to a raw prompt. Callers who show an answer on its own may strip it.
+
+    shown: control tokens whose marker belongs to the text: those by which a model says that it calls a tool or thinks.
     """
 
-    def __init__(self, vocab: Vocab):
-        self._bytes_of = vocab.token_bytes
+    def __init__(self, vocab: Vocab, shown: frozenset[int] = frozenset()):
+        self._vocab = vocab
+        self._shown = shown
         self._decoder = _new_decoder("replace")
 
     def push(self, token: int) -> str:
         """The characters that ``token`` completes; "" when there are none yet."""
-        return self._decoder.decode(self._bytes_of(token))
+        vocab = self._vocab
+        return self._decoder.decode(vocab.token_text(token).encode() if token in self._shown else vocab.token_bytes(token))
 
     def flush(self) -> str:
         """What is still held back at the end of the answer: U+FFFD or ""; afterwards the decoder starts afresh."""

@@ -213,8 +213,8 @@ class Engine:
                 cancel()
 
         sequence = Sequence(
-            tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab), emit=emit,
-            options=options, keep=fit.keep, dropped=fit.dropped,
+            tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab, options.shown),
+            emit=emit, options=options, keep=fit.keep, dropped=fit.dropped,
         )
         core, loop = self._core, self._loop
         inside = weakref.ref(sequence)                   # the sequence knows `emit`, and that knows this

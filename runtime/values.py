@@ -102,6 +102,7 @@ class RequestOptions:
     speculative: bool = True             # may be drafted, where the engine was loaded with a drafter
     constraint: Constraint | None = None  # what the answer must be like: a grammar, a schema
     prompt_logprobs: int | None = None   # report each prompt token's log-probability and so many alternatives, 0 .. 20; None: do not
+    shown: frozenset[int] = frozenset()  # control tokens whose marker is part of the text; all others are not shown
 
     def __post_init__(self) -> None:
         for name, value, known in (("priority", self.priority, PRIORITIES), ("context_policy", self.context_policy, CONTEXT_POLICIES)):
