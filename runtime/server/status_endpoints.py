@@ -1,0 +1,71 @@
+"""What the server says about itself: /health, /metrics, /v1/models, /v1/capabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer.runtime.server.error_replies import Refusal, json_response
+from edgeinfer.runtime.server.pool import ModelStatus
+
+
+async def health(request: Request) -> Response:
+    """200 while every loaded engine makes progress, 503 with the reason otherwise. Needs no key, so it names no models."""
+    for served in request.app.state.pool.loaded():
+        state = served.engine.health
+        if state.status not in ("ok", "closed"):         # closed: it is just being unloaded
+            return json_response({"status": state.status, "reason": "An engine makes no progress; the server's log and /v1/models say more."}, 503)
+    return json_response({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    if not request.app.state.options.metrics:
+        raise Refusal(404, "Metrics are switched off (--no-metrics).", code="not_found")
+    body, kind = request.app.state.metrics.render()
+    return Response(body, media_type=None, headers={"content-type": kind})
+
+
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model(status) for status in request.app.state.pool.status()]})
+
+
+async def model(request: Request) -> Response:
+    name = request.path_params["name"]
+    found = next((status for status in request.app.state.pool.status() if status.name == name), None)
+    if found is None:
+        raise Refusal(404, "There is no such model here; /v1/models lists those that there are.", code="model_not_found", param="model")
+    return json_response(_model(found))
+
+
+def _model(status: ModelStatus) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": status.name, "object": "model", "created": status.created, "owned_by": "edgeinfer", "state": status.state, "pinned": status.pinned}
+    if status.error:
+        found["error"] = status.error
+    if status.info is not None:
+        info = status.info
+        found["meta"] = {
+            "name": info.model, "engine": info.engine, "device": info.device, "quant": info.quantization, "n_ctx": info.n_ctx, "n_ctx_train": info.n_ctx_train,
+            "n_vocab": info.n_vocab, "size": info.weight_bytes, "max_slots": info.max_slots, "kv_type": info.kv_type, "adapters": list(info.adapters),
+        }
+    return found
+
+
+async def capabilities(request: Request) -> Response:
+    """Per loaded model, what a request may ask for."""
+    options = request.app.state.options
+    return json_response({
+        "object": "list", "lenient": options.lenient,
+        "limits": {"max_body_bytes": options.max_body_bytes, "max_messages": options.max_messages, "max_choices": options.max_choices, "max_logprobs": 20},
+        "data": [_capabilities(status) for status in request.app.state.pool.status() if status.info is not None],
+    })
+
+
+def _capabilities(status: ModelStatus) -> dict[str, Any]:
+    info = status.info
+    assert info is not None
+    return {
+        "id": status.name, "engine": info.engine, "device": info.device, "n_ctx": info.n_ctx,
+        "context_policies": ["error", "truncate_middle", *(["shift"] if info.can_shift else [])], "lora": list(info.adapters),
+    }
