@@ -36,8 +36,8 @@ class EngineCounters:
     decode_rows: int = 0
     prompt_tokens: int = 0               # of requests that ended
     cached_tokens: int = 0
-    generated_tokens: int = 0
     prefix_hits: int = 0                 # requests that reused anything
+    generated_tokens: int = 0            # by running requests too
     prefill_tokens: int = 0              # prompt tokens computed, by running requests too, again after preemptions
     preemptions: int = 0
     shifts: int = 0
@@ -105,6 +105,15 @@ class EngineCore:
             self._update(by_slot[chunk.slot], chunk, result)
         if result.no_room:
             self._make_room(len(by_slot))
+
+    def drop_cache(self) -> None:
+        """Unless anybody is inside: save the idle conversations where that was asked for, forget them, and give back the memory of their KV."""
+        if self.inside or self.has_work:
+            return
+        self.slots.save_all()
+        while self.slots.evict_idle():
+            pass
+        self.backend.drop_kv()
 
     def fail_all(self, error: EdgeInferError) -> None:
         """Nothing can run any more: every sequence inside ends with ``error``."""
@@ -213,6 +222,7 @@ class EngineCore:
     def _accept(self, seq: Sequence, token: int) -> Status | None:
         """The newest token: deliver its text. Returns how the answer ended, if it ends with it."""
         seq.token_times.append(time.perf_counter())
+        self.counters.generated_tokens += 1
         seq.sampler.accept(token)
         seq.tokens.append(token)
         if token in self.backend.vocab.end_ids and not seq.params.ignore_eos:
@@ -284,7 +294,6 @@ class EngineCore:
         counters.prompt_tokens += seq.prompt_len
         counters.cached_tokens += seq.cached
         counters.prefix_hits += seq.cached > 0
-        counters.generated_tokens += seq.generated
         if status is Status.CANCELLED:
             counters.cancelled += 1
         elif status is Status.FAILED:

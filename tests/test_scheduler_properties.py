@@ -359,7 +359,7 @@ class Engines(RuleBasedStateMachine):
         assert counters.finished == len(ended) - len(failed) - len(cancelled)
         assert counters.prompt_tokens == sum(seq.prompt_len for seq in ended)
         assert counters.cached_tokens == sum(seq.cached for seq in ended) and counters.prefix_hits == sum(seq.cached > 0 for seq in ended)
-        assert counters.generated_tokens == sum(len(seq.sampled) for seq in ended)
+        assert counters.generated_tokens == sum(len(seq.sampled) for seq in self.asked)
         assert counters.prefill_tokens == self.read
         assert counters.preemptions == sum(seq.preemptions for seq in self.asked) and counters.shifts == sum(seq.shifts for seq in self.asked)
         if self.guesser is not None:
