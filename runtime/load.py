@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import BadRequest, UnsupportedModel, UnsupportedParameter
+from edgeinfer.models.gguf_header import read_header
 from edgeinfer.models.resolve import resolve
+from edgeinfer.runtime.backends.llama_memory import context_size, memory_needed as estimate_llamacpp
 from edgeinfer.runtime.backends.llamacpp import LlamaCppBackend, LlamaOptions
 from edgeinfer.runtime.draft_model import DraftModel
 from edgeinfer.runtime.health import EngineOptions
@@ -53,12 +55,7 @@ def load(
         `SpeculativeOptions`, of `KVStoreOptions` (kv_cache_dir, kv_cache_bytes) and of `EngineOptions` (step_timeout_s).
     Raises `ModelNotFound`, `ModelDamaged`, `OutOfMemory`, `BadRequest` and their kin.
     """
-    backend_options, scheduler_options, speculative_options = _pick(LlamaOptions, options), _pick(SchedulerOptions, options), _pick(SpeculativeOptions, options)
-    store_options, engine_options = _pick(KVStoreOptions, options), _pick(EngineOptions, options)
-    if options:
-        kinds = (LlamaOptions, SchedulerOptions, SpeculativeOptions, KVStoreOptions, EngineOptions)
-        known = ", ".join(field.name for kind in kinds for field in fields(kind))
-        raise BadRequest(f"Unknown option {sorted(options)[0]!r}; known are {known}.")
+    backend_options, scheduler_options, speculative_options, store_options, engine_options = _picked(options)
     path = _gguf(model, offline)
     draft_path = _gguf(speculative_options.draft_model, offline) if speculative_options.draft_model is not None else None
     store = KVStore(store_options.kv_cache_dir, max_bytes=store_options.kv_cache_bytes) if store_options.kv_cache_dir is not None else None
@@ -69,7 +66,7 @@ def load(
         if speculative_options.speculative == "prompt_lookup":
             speculator = Speculator(PromptLookup(end_ids=backend.vocab.end_ids), max_draft=speculative_options.draft_max)
         elif draft_path is not None:
-            draft = LlamaCppBackend(draft_path, replace(backend_options, ctx_size=backend.info.n_ctx, lora=(), cache_slots=0))
+            draft = LlamaCppBackend(draft_path, _draft_options(backend_options, backend.info.n_ctx))
             loaded.callback(draft.close)
             speculator = Speculator(DraftModel(draft, backend), max_draft=speculative_options.draft_max)
         if speculator is not None and not backend.info.can_copy_prefix:
@@ -84,11 +81,36 @@ def load(
     return engine
 
 
+def memory_needed(model: str | Path, *, offline: bool = True, **options: Any) -> int:
+    """The bytes that `load` with these options would take (weights, KV cache and compute buffers), estimated without loading; arguments and errors as there."""
+    backend_options, _, speculative_options, _, _ = _picked(options)
+    path = _gguf(model, offline)
+    needed = estimate_llamacpp(path, backend_options).total
+    if speculative_options.draft_model is not None:
+        n_ctx = context_size(read_header(path), backend_options, [])
+        needed += estimate_llamacpp(_gguf(speculative_options.draft_model, offline), _draft_options(backend_options, n_ctx)).total
+    return needed
+
+
+def _draft_options(options: LlamaOptions, n_ctx: int) -> LlamaOptions:
+    return replace(options, ctx_size=n_ctx, lora=(), cache_slots=0)
+
+
 def _gguf(model: str | Path, offline: bool) -> Path:
     found = resolve(str(model), offline=offline)
     if found.kind != "gguf":
         raise UnsupportedModel(f"{found.path} is a Hugging Face checkpoint, which the runtime does not open; convert it: edgeinfer convert {found.path} --to gguf-q4")
     return found.path
+
+
+def _picked(options: dict[str, Any]) -> tuple[LlamaOptions, SchedulerOptions, SpeculativeOptions, KVStoreOptions, EngineOptions]:
+    """``options`` by kind; one that no kind knows is a `BadRequest`."""
+    rest = dict(options)
+    picked = (_pick(LlamaOptions, rest), _pick(SchedulerOptions, rest), _pick(SpeculativeOptions, rest), _pick(KVStoreOptions, rest), _pick(EngineOptions, rest))
+    if rest:
+        known = ", ".join(field.name for part in picked for field in fields(part))
+        raise BadRequest(f"Unknown option {sorted(rest)[0]!r}; known are {known}.")
+    return picked
 
 
 def _pick(kind: type, options: dict[str, Any]) -> Any:

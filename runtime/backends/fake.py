@@ -104,6 +104,7 @@ class ScriptedBackend:
         self.plans: list[StepPlan] = []                  # everything that ran, for exact assertions
         self.tokens_computed = 0
         self.rests = 0
+        self.kv_drops = 0
         self.closed = False
 
     def _scripted(self, tokens: list[int], ids: list[int]) -> int:
@@ -209,6 +210,11 @@ class ScriptedBackend:
 
     def rest(self) -> None:
         self.rests += 1
+
+    def drop_kv(self) -> None:
+        if any(self._slots.values()):
+            raise BackendFailed("The KV was to be dropped while a slot held tokens.")
+        self.kv_drops += 1
 
     def abort(self) -> None:
         self._abort.set()

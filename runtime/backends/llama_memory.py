@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from edgeinfer.errors import BadRequest, OutOfMemory
-from edgeinfer.models.gguf_header import GGUFHeader
+from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.memory import CELLS, MemoryEstimate, available_memory, estimate, format_bytes, kv_bytes_per_token, parse_bytes
-from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, LlamaOptions
+from edgeinfer.runtime.backends.llama_lora import check_adapter, parse_lora
+from edgeinfer.runtime.backends.llama_options import DEFAULT_CONTEXT, LlamaOptions, flash_attention, gpu_layers
 
 
 def context_size(header: GGUFHeader, options: LlamaOptions, notices: list[str]) -> int:
@@ -16,6 +18,8 @@ def context_size(header: GGUFHeader, options: LlamaOptions, notices: list[str]) 
     said = header.get("context_length")
     trained = said if isinstance(said, int) and said > 0 else DEFAULT_CONTEXT
     n_ctx = options.ctx_size or min(trained, DEFAULT_CONTEXT)
+    if n_ctx > trained and "position_embd.weight" in header.tensors:     # llama.cpp ends the process over a position that the table lacks
+        raise BadRequest(f"--ctx-size {n_ctx} is more than the {trained} positions that {header.path.name} has learned; lower it.")
     if n_ctx > trained:
         notices.append(f"A context of {n_ctx:,} tokens was asked for; this model was trained for {trained:,}, and answers get worse beyond.")
     return n_ctx
@@ -58,6 +62,33 @@ def long_rope(header: GGUFHeader, n_ctx: int) -> bool:
     return "rope_factors_long.weight" in header.tensors and isinstance(original, int) and n_ctx > original
 
 
+def load_estimate(header: GGUFHeader, options: LlamaOptions, n_ctx: int, flash: int, adapter_bytes: int) -> MemoryEstimate:
+    """The memory that loading with these options takes, their layout decided."""
+    found = estimate(
+        header,
+        ctx=kv_cells(options, n_ctx),
+        n_seq=options.slots,
+        kv_type_k=options.cache_type_k,
+        kv_type_v=options.cache_type_v,
+        n_ubatch=min(options.ubatch_size, options.batch_size),
+        n_outputs=output_rows(options),
+        flash_attention=flash != 0,
+        kv_unified=bool(options.kv_unified),
+    )
+    logits = 4 * output_rows(options) * header.vocab_size                # where they lie after the graph's own buffers are used again
+    return replace(found, weights=found.weights + adapter_bytes, compute=found.compute + logits)
+
+
+def memory_needed(path: Path, options: LlamaOptions) -> MemoryEstimate:
+    """What loading would take by the file's header, whether there is so much or not. Raises as loading would for a file or options that are wrong."""
+    header = read_header(path)
+    adapters = [check_adapter(spec, header) for spec in parse_lora(options.lora)]
+    n_ctx = context_size(header, options, [])
+    options = choose_layout(header, options, n_ctx)
+    flash = flash_attention(options, gpu_layers(options, []), [])
+    return load_estimate(header, options, n_ctx, flash, sum(adapter.weight_bytes for adapter in adapters))
+
+
 def check_memory(
     header: GGUFHeader, options: LlamaOptions, n_ctx: int, flash: int, gpu_layers: int, adapter_bytes: int, notices: list[str],
 ) -> MemoryEstimate:
@@ -65,19 +96,7 @@ def check_memory(
 
     def needed(ctx: int) -> MemoryEstimate:
         at_ctx = replace(options, ctx_size=ctx, kv_size=options.kv_size if ctx == n_ctx else 0)
-        found = estimate(
-            header,
-            ctx=kv_cells(at_ctx, ctx),
-            n_seq=options.slots,
-            kv_type_k=options.cache_type_k,
-            kv_type_v=options.cache_type_v,
-            n_ubatch=min(options.ubatch_size, options.batch_size),
-            n_outputs=output_rows(options),
-            flash_attention=flash != 0,
-            kv_unified=options.kv_unified,
-        )
-        logits = 4 * output_rows(options) * header.vocab_size        # where they lie after the graph's own buffers are used again
-        return replace(found, weights=found.weights + adapter_bytes, compute=found.compute + logits)
+        return load_estimate(header, at_ctx, ctx, flash, adapter_bytes)
 
     need = needed(n_ctx)
     if options.max_memory is not None:
