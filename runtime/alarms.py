@@ -19,6 +19,10 @@ LOG = logging.getLogger("edgeinfer.alarms")
 MARGIN = 0.1                             # a raised alarm is cleared only this share of the threshold on the good side of it
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class AlarmRule:
     """Raised when ``metric`` has been above or below ``threshold`` for ``for_seconds``; ``while_waiting``: and requests wait all that time."""
@@ -145,7 +149,7 @@ class Alarms:
                 states.append(AlarmState(rule, model.model, model.engine, watch.raised, value))
         for (model_name, _, rule_name), watch in self._watches.items():
             if watch.raised:
-                LOG.info("alarm %s cleared: %s: the model is no longer loaded", rule_name, model_name)
+                LOG.warning("alarm %s cleared: %s: the model is no longer loaded", rule_name, model_name)
         self._watches = watches
         return tuple(states)
 
@@ -163,8 +167,4 @@ def _log(rule: AlarmRule, model: str, value: float | None, *, raised: bool) -> N
     if raised:
         LOG.warning("alarm %s raised: %s: %s is %s (%s)", rule.name, model, rule.metric, shown, rule)
     else:
-        LOG.info("alarm %s cleared: %s: %s is %s", rule.name, model, rule.metric, shown)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        LOG.warning("alarm %s cleared: %s: %s is %s", rule.name, model, rule.metric, shown)

@@ -20,7 +20,7 @@ WINDOW_S = 30.0                          # rates and latencies are those of so m
 async def watch(metrics: Metrics, rules: Iterable[AlarmRule], *, every_s: float = EVERY_S, window_s: float = WINDOW_S) -> None:
     """Runs until it is cancelled."""
     alarms = Alarms(rules)
-    looks: deque[Snapshot] = deque(maxlen=max(2, 1 + round(window_s / every_s)))
+    looks: deque[Snapshot] = deque(maxlen=max(1, round(window_s / every_s)))
     while True:
         look(metrics, alarms, looks, await asyncio.to_thread(metrics.snapshot))
         await asyncio.sleep(every_s)
@@ -28,7 +28,6 @@ async def watch(metrics: Metrics, rules: Iterable[AlarmRule], *, every_s: float 
 
 def look(metrics: Metrics, alarms: Alarms, looks: deque[Snapshot], now: Snapshot) -> None:
     """One look: readings over what is in ``looks``, alarms, gauges."""
-    if not looks:
-        looks.append(now)                                # what was counted before is not of the window
-    metrics.set_alarms(alarms.look(read(now, looks[0], looks[0]), now.at))
+    base = looks[0] if looks else now                    # what was counted before the first look is not of the window
+    metrics.set_alarms(alarms.look(read(now, base, base), now.at))
     looks.append(now)
