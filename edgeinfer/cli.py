@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgeinfer import __version__
 from edgeinfer.errors import BadRequest, EdgeInferError
 
 INTERRUPTED = 130
+ALARMS = "alarms"                        # the one table of the settings file that is no command's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +106,28 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _sampling_options(p)
 
     p = command("bench", _bench, "Measure how fast a model is here: kernels, several sequences at once, and serving.")
-    p.add_argument("model", metavar="MODEL", help="a .gguf file, a store or catalogue name, or a hub id")
+    p.add_argument("model", metavar="MODEL", nargs="?", help="a .gguf file, a store or catalogue name, or a hub id; or give --url")
     _bench_options(p)
     _model_options(p)
+    p.set_defaults(given=partial(_given, p))
+
+    p = command("batch", _batch, "Answer a file of OpenAI batch lines; an interrupted run goes on where it stopped.")
+    _batch_options(p)
+    _model_options(p)
+    p.set_defaults(given=partial(_given, p))
+
+    p = command("serve", _serve, "Serve models to other programs, with OpenAI's API.")
+    p.add_argument("models", metavar="[NAME=]MODEL", nargs="+", help="a .gguf file, a store or catalogue name, or a hub id; several are loaded on demand")
+    _serve_options(p)
+    _model_options(p)
+    _saving_options(p)
+
+    p = command("monitor", _monitor, "Watch a running server: first-token time, speed, utilisation, memory, alarms.")
+    p.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8080", help="the server (default: http://127.0.0.1:8080)")
+    p.add_argument("--api-key", metavar="KEY", help="where the server asks for one; better in EDGEINFER_API_KEY")
+    p.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
+    p.add_argument("--once", action="store_true", help="print the readings of one second as text, and end")
+    p.add_argument("--json", action="store_true", help="with --once: print one JSON document")
 
     p = command("models", _models, "The models on this machine: list, show, pull, rm.")
     p.add_argument("action", choices=("list", "show", "pull", "rm"), nargs="?", default="list")
@@ -173,6 +194,24 @@ def _bench_options(p: argparse.ArgumentParser) -> None:
     add_arguments(p)
 
 
+def _batch_options(p: argparse.ArgumentParser) -> None:
+    from edgeinfer.runtime.batch.arguments import add_arguments
+
+    add_arguments(p)
+
+
+def _given(p: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """The options that differ from their defaults (those of variables and the file included), as name -> flag."""
+    options = [action for action in p._actions if action.option_strings and action.dest not in ("help", "debug")]
+    return {action.dest: action.option_strings[-1] for action in options if getattr(args, action.dest) != p.get_default(action.dest)}
+
+
+def _serve_options(p: argparse.ArgumentParser) -> None:
+    from edgeinfer.runtime.server.arguments import add_arguments
+
+    add_arguments(p)
+
+
 # ------------------------------------------------------------------------------------------------------ variables and the file
 
 
@@ -193,8 +232,8 @@ def _apply_settings(command: str, parser: argparse.ArgumentParser) -> None:
             action.required = False
 
 
-def _settings_file(command: str) -> tuple[Path | None, dict[str, Any]]:
-    """The keys of the first settings file found that concern ``command``: a key at the top counts for every command that has such an option."""
+def _settings_content() -> tuple[Path | None, dict[str, Any]]:
+    """All of the first settings file found."""
     named = os.environ.get("EDGEINFER_CONFIG")
     path = Path(named) if named else Path("edgeinfer.toml")
     if not path.is_file():
@@ -208,17 +247,24 @@ def _settings_file(command: str) -> tuple[Path | None, dict[str, Any]]:
     import tomllib
 
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        return path, tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"{path} is not valid TOML: {error}.") from error
+
+
+def _settings_file(command: str) -> tuple[Path | None, dict[str, Any]]:
+    """The keys of the settings file that concern ``command``: a key at the top counts for every command that has such an option."""
+    path, content = _settings_content()
+    if path is None:
+        return None, {}
     _, commands = _parser()
     dests = {name: {action.dest for action in parser._actions if action.option_strings} for name, parser in commands.items()}
     settings: dict[str, Any] = {}
     for key, value in content.items():
         dest = key.replace("-", "_")
         if isinstance(value, dict):
-            if key not in commands:
-                raise BadRequest(f"{path}: there is no command {key!r}; known are {', '.join(commands)}.")
+            if key not in commands and key != ALARMS:
+                raise BadRequest(f"{path}: there is no command {key!r}; known are {', '.join(commands)}, and the table {ALARMS}.")
         elif dest in dests[command]:
             settings[key] = value
         elif not any(dest in known for known in dests.values()):
@@ -226,10 +272,24 @@ def _settings_file(command: str) -> tuple[Path | None, dict[str, Any]]:
     return path, settings | content.get(command, {})
 
 
+def _alarm_rules() -> Any:
+    """The alarms of a server: the defaults, and what the settings file's table [alarms] says."""
+    from edgeinfer.runtime.alarms import rules_from
+
+    path, content = _settings_content()
+    table = content.get(ALARMS, {})
+    if not isinstance(table, dict):
+        raise BadRequest(f"{path}: {ALARMS} is a table: [{ALARMS}].")
+    try:
+        return rules_from(table)
+    except BadRequest as error:
+        raise BadRequest(f"{path}: {error}") from error
+
+
 def _typed(action: argparse.Action, value: Any, where: str) -> Any:
     """``value`` as the option's flag would give it."""
     try:
-        if isinstance(action, argparse._StoreTrueAction):
+        if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
             words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
             return words[str(value).lower()]
         if isinstance(action, argparse._AppendAction):
@@ -365,6 +425,43 @@ def _bench(args: argparse.Namespace) -> int:
     with _Progress(show=str) as progress:
         report, comparison = measure(args, lambda: _resolve(args.model, offline=args.offline).path, _engine_options(args), progress, __version__)
     return show(report, comparison, as_json=args.json, html=args.html)
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from edgeinfer.runtime.batch.command import run, show
+
+    def resolve(name: str) -> tuple[str, Path]:
+        found = _resolve(name, offline=args.offline)
+        return found.name, found.path
+
+    with _Progress(show=str) as progress:
+        outcome = run(args, resolve, _engine_options(args), progress)
+    return show(outcome)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from edgeinfer.runtime.server.command import serve
+
+    def resolve(name: str) -> tuple[str, Path]:
+        found = _resolve(name, offline=args.offline)
+        return found.name, found.path
+
+    return serve(args, resolve, _engine_options(args), _alarm_rules())
+
+
+def _monitor(args: argparse.Namespace) -> int:
+    if not 0.1 <= args.interval <= 3600:
+        raise BadRequest(f"--interval is from 0.1 to 3600 seconds, not {args.interval:g}.")
+    if args.json and not args.once:
+        raise BadRequest("--json prints one document and needs --once.")
+    if not args.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise BadRequest("edgeinfer monitor needs a terminal; use --once in scripts and pipes.")
+    from edgeinfer.tui.monitor_command import print_once, run_monitor
+
+    if args.once:
+        print_once(args.url, api_key=args.api_key, interval=args.interval, as_json=args.json)
+        return 0
+    return run_monitor(args.url, api_key=args.api_key, interval=args.interval)
 
 
 # -------------------------------------------------------------------------------------------------------------------- convert

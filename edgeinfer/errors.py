@@ -15,6 +15,8 @@
     ├── EngineBusy                      engine_busy               1
     ├── EngineClosed                    engine_closed             1
     ├── BackendFailed                   backend_failed            1
+    ├── ServerFailed                    server_failed             1
+    │   └── ServerUnreachable           server_unreachable        1
     └── Cancelled                       cancelled                 130
 
 The message is one sentence (a list of problems may follow it) that names the thing and the way out. ``code`` is stable: servers, scripts and
@@ -128,6 +130,18 @@ class BackendFailed(EdgeInferError):
     """llama.cpp or ONNX Runtime reported a failure, or produced logits that are not numbers."""
 
     code = "backend_failed"
+
+
+class ServerFailed(EdgeInferError):
+    """A server that was asked over HTTP broke off, went silent, or sent what is no HTTP."""
+
+    code = "server_failed"
+
+
+class ServerUnreachable(ServerFailed):
+    """No connection to the server could be made at all."""
+
+    code = "server_unreachable"
 
 
 class Cancelled(EdgeInferError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="a short look: fewer and shorter requests; compare only with other quick runs")
     group.add_argument("--profile", action="store_true", help="also what the Python side of a decode step costs, at 1 and at 16 sequences")
     group.add_argument("--seed", type=int, default=7, metavar="N", help="of the prompts (default: 7)")
+    group = parser.add_argument_group("a server instead of a model loaded here")
+    add_server_arguments(group)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document")
     group.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page with charts")
@@ -46,6 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-size", type=int, default=0, metavar="N", help=f"tokens in the KV cache that all share (default: {KV_TOKENS}, or what -c and -npl need)")
     group.add_argument("--no-kv-unified", action="store_true", help=f"a KV cache of its own for every sequence, of -c tokens (default: {STREAM_CONTEXT}) each")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option of edgeinfer.load, such as prefill_chunk=256; may be repeated")
+
+
+def add_server_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--url", metavar="URL", help="an OpenAI-compatible server that is running, such as http://127.0.0.1:8080, in place of MODEL")
+    group.add_argument("--api-key", metavar="KEY", help="what the server at --url wants as its key; EDGEINFER_API_KEY shows it to nobody in the process list")
+    group.add_argument("--model-name", metavar="NAME", help="which of the models at --url (default: its only one)")
+
+
+SERVER_FLAGS = frozenset({"url", "api_key", "model_name"})
+SHARED_FLAGS = frozenset({"scenario", "rounds", "quick", "seed", "json", "html", "compare"})     # that mean something for both
+
+
+def check_place(args: argparse.Namespace) -> None:
+    """MODEL or --url, and no flag that concerns the other. Raises `BadRequest`."""
+    if args.model is not None and args.url is not None:
+        raise BadRequest("Give either MODEL, which is loaded here, or --url URL, a server that is running, not both.")
+    if args.model is None and args.url is None:
+        raise BadRequest("Give MODEL, which is loaded here, or --url URL, a server that is running.")
+    check_flags(args, SHARED_FLAGS)
+
+
+def check_flags(args: argparse.Namespace, shared: Container[str]) -> None:
+    """Refuse what was written on the command line and would be ignored: engine flags with --url, server flags without. Raises `BadRequest`."""
+    for name, flag in args.given(args).items():
+        if args.url is not None and name not in SERVER_FLAGS and name not in shared:
+            raise BadRequest(f"{flag} is about a model that is loaded here and changes nothing at the server of --url; leave it out.")
+        if args.url is None and name in SERVER_FLAGS:
+            raise BadRequest(f"{flag} is about a server and needs --url.")
 
 
 def settings(args: argparse.Namespace) -> Any:
@@ -60,6 +91,12 @@ def settings(args: argparse.Namespace) -> Any:
     unknown = next((name for name in names if name not in NAMES), None)
     if unknown is not None:
         raise BadRequest(f"There is no scenario {unknown!r}; known are {', '.join(NAMES)}, all and none.")
+    if args.url is not None:
+        if not names:
+            raise BadRequest("Nothing is left to measure: of a server at --url there are the scenarios only.")
+        return Settings(
+            n_prompt=(), n_gen=(), parallel=(), scenarios=tuple(name for name in NAMES if name in names), rounds=args.rounds, quick=args.quick, seed=args.seed,
+        )
     if not (args.n_prompt or args.n_gen or args.n_parallel or names or args.profile):
         raise BadRequest("Nothing is left to measure; give one of -p, -n, -npl, --scenario or --profile.")
     return Settings(

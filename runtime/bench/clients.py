@@ -1,4 +1,4 @@
-"""Clients that run a scenario against an engine in this process, through its public API, and note what they see.
+"""Clients that run a scenario and note what they see, here against an engine in this process, through its public API.
 
 All clients are tasks of one event loop, as behind a server: reading costs one thread, whatever their number.
 """
@@ -9,8 +9,9 @@ import asyncio
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.bench import event_loop
@@ -37,13 +38,18 @@ class Shot:
     error: str = ""
 
 
-def run(engine: Engine, scenario: Scenario, progress: Callable[[int, int], None] = lambda done, total: None) -> ScenarioFigures:
-    """Run a scenario once, after one warm-up request that is not counted. Failed requests are counted, not raised; ``progress(done, requests)``."""
-    return event_loop.run(_run(engine, scenario, progress))
+Ask = Callable[[list[Message], Turn], Awaitable[Shot]]   # sends a conversation; a failure is in the shot
+Count = Callable[[int, int], None]                       # (done, requests)
 
 
-async def _run(engine: Engine, scenario: Scenario, progress: Callable[[int, int], None]) -> ScenarioFigures:
-    await _ask(engine, list(WARM_UP), Turn("warm-up", (), 8))
+def run(engine: Engine, scenario: Scenario, progress: Count = lambda done, total: None) -> ScenarioFigures:
+    """Run a scenario once, after one warm-up request that is not counted. Failed requests are counted, not raised."""
+    return event_loop.run(drive(partial(_ask, engine), scenario, progress))
+
+
+async def drive(ask: Ask, scenario: Scenario, progress: Count) -> ScenarioFigures:
+    """`run`, whoever answers."""
+    await ask(list(WARM_UP), Turn("warm-up", (), 8))
     queue = deque(scenario.conversations)
     shots: list[Shot] = []
     progress(0, scenario.requests)
@@ -52,7 +58,7 @@ async def _run(engine: Engine, scenario: Scenario, progress: Callable[[int, int]
         while queue:
             history: list[Message] = []
             for turn in queue.popleft():
-                shot = await _ask(engine, [*history, *turn.messages], turn)
+                shot = await ask([*history, *turn.messages], turn)
                 shots.append(shot)
                 progress(len(shots), scenario.requests)
                 if shot.error:                           # there is no conversation to go on with

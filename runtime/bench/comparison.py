@@ -91,11 +91,11 @@ def _row(name: str, before: Figure, now: Figure) -> Row:
 
 def _differences(before: Report, now: Report) -> Iterator[str]:
     for part, names in (
-        ("model", ("name", "quantization", "engine", "device", "n_ctx", "max_seqs", "kv_cells", "kv_type", "kv_bytes_per_token", "weight_bytes")),
+        ("model", ("name", "quantization", "engine", "device", "n_ctx", "max_seqs", "kv_cells", "kv_type", "kv_bytes_per_token", "weight_bytes", "url")),
         ("machine", ("edgeinfer", "python", "processor", "cores", "threads", "build")),
         ("settings", ("batched_prompt", "batched_gen", "quick", "seed", "rounds", "engine_options")),
     ):
         for name in names:
             old, new = getattr(getattr(before, part), name), getattr(getattr(now, part), name)
             if old != new:
-                yield f"{name.replace('_', ' ')}: {old} before, {new} now"
+                yield f"{name.replace('_', ' ')}: {'none' if old == '' else old} before, {'none' if new == '' else new} now"

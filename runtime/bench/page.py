@@ -7,7 +7,7 @@ from html import escape
 
 from edgeinfer.runtime.bench import svg
 from edgeinfer.runtime.bench.comparison import Comparison
-from edgeinfer.runtime.bench.table import duration, kinds, size
+from edgeinfer.runtime.bench.table import duration, here, kinds, known, size
 from edgeinfer.runtime.bench.values import Report, Spread
 
 _STYLE = """
@@ -37,17 +37,28 @@ def render(report: Report, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         sections.append(_comparison(comparison))
     warning = '<p class="warn">Interrupted: only the parts that were finished are shown.</p>' if report.interrupted else ""
-    title = escape(f"{model.name} {model.quantization}: edgeinfer bench")
+    title = escape(" ".join(filter(None, (model.name, model.quantization))) + ": edgeinfer bench")
+    measured = escape(", ".join(filter(None, (model.quantization, "measured by edgeinfer bench", report.started))))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><h1>{escape(model.name)}</h1>"
-        f'<p class="dim">{escape(model.quantization)}, measured by edgeinfer bench, {escape(report.started)}</p>{warning}\n{"".join(sections)}</body></html>\n'
+        f'<p class="dim">{measured}</p>{warning}\n{"".join(sections)}</body></html>\n'
     )
 
 
 def _facts(report: Report) -> str:
+    facts = _server(report) if report.model.url else _engine(report)
+    facts["notes"] = " ".join(report.notices)
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value) + "</dl>"
+
+
+def _server(report: Report) -> dict[str, str]:
+    return {"server": report.model.url, "says": "; ".join(known(report.model)), "clients": here(report.machine)}
+
+
+def _engine(report: Report) -> dict[str, str]:
     model, machine = report.model, report.machine
-    facts = {
+    return {
         "engine": f"{model.engine} on {model.device}" + (f", {model.layers_offloaded} layers there" if model.layers_offloaded else ""),
         "weights": size(model.weight_bytes),
         "KV cache": f"{model.kv_type}, {model.kv_bytes_per_token:,} bytes a token",
@@ -56,9 +67,7 @@ def _facts(report: Report) -> str:
         "machine": f"{machine.processor or 'unknown processor'}, {machine.cores} cores usable; {machine.system}",
         "versions": f"edgeinfer {machine.edgeinfer}, Python {machine.python}",
         "build": machine.build,
-        "notes": " ".join(report.notices),
     }
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value) + "</dl>"
 
 
 def _rates(report: Report) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.bench import clients, profile, scenarios, throughput
+from edgeinfer.runtime.bench.scenarios import Scenario
 from edgeinfer.runtime.bench.values import Batched, Machine, Model, Rate, Report, ScenarioFigures, Settings, StepProfile
 from edgeinfer.runtime.service import Engine
 
@@ -30,7 +31,7 @@ class Session:
         self._settings = settings
         self._progress = progress
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._machine = _machine(engine, threads, version)
+        self._machine = machine(version, threads=threads or engine.info.threads, build=engine.info.system)
         self._rates: dict[str, list[float]] = {}
         self._batched: dict[int, list[Batched]] = {}
         self._scenarios: dict[str, list[ScenarioFigures]] = {}
@@ -84,16 +85,12 @@ class Session:
         settings = self._settings
         rng = random.Random(settings.seed + 1000 + turn)
         for done, sequences in enumerate(settings.parallel):
-            self._progress(f"batched{self._round(turn)}", done, len(settings.parallel))
+            self._progress(f"batched{_round(settings, turn)}", done, len(settings.parallel))
             figures = throughput.batched(self._engine, rng, sequences, settings.batched_prompt, settings.batched_gen)
             self._batched.setdefault(sequences, []).append(figures)
 
     def _run_scenarios(self, turn: int) -> None:
-        settings = self._settings
-        for name in settings.scenarios:
-            scenario = scenarios.build(name, seed=settings.seed + turn, quick=settings.quick)
-            figures = clients.run(self._engine, scenario, partial(self._progress, f"{name}{self._round(turn)}"))
-            self._scenarios.setdefault(name, []).append(figures)
+        scenario_round(partial(clients.run, self._engine), self._settings, turn, self._progress, self._scenarios)
 
     def _run_profile(self) -> None:
         rng = random.Random(self._settings.seed)
@@ -102,24 +99,36 @@ class Session:
             self._progress("profile", done, len(counts))
             self._profile.append(profile.profile(self._engine, rng, sequences, 128 if sequences == 1 else 64))
 
-    def _round(self, turn: int) -> str:
-        return f", round {turn + 1}" if self._settings.rounds > 1 else ""
+
+def scenario_round(
+    run: Callable[[Scenario, clients.Count], ScenarioFigures], settings: Settings, turn: int, progress: Progress, found: dict[str, list[ScenarioFigures]],
+) -> None:
+    """Every scenario once, each added to ``found`` when it is done. Every turn has words of its own: nothing of an earlier one is in the cache."""
+    for name in settings.scenarios:
+        scenario = scenarios.build(name, seed=settings.seed + turn, quick=settings.quick)
+        figures = run(scenario, partial(progress, f"{name}{_round(settings, turn)}"))
+        found.setdefault(name, []).append(figures)
 
 
-def _profiled(engine: Engine) -> tuple[int, ...]:
-    return tuple(sorted({1, min(16, engine.info.max_seqs or engine.info.max_slots)}))
-
-
-def _machine(engine: Engine, threads: int, version: str) -> Machine:
+def machine(version: str, *, threads: int, build: str) -> Machine:
+    """This one. ``version``: of edgeinfer."""
     return Machine(
         edgeinfer=version,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=threads or engine.info.threads,
-        build=engine.info.system,
+        threads=threads,
+        build=build,
     )
+
+
+def _round(settings: Settings, turn: int) -> str:
+    return f", round {turn + 1}" if settings.rounds > 1 else ""
+
+
+def _profiled(engine: Engine) -> tuple[int, ...]:
+    return tuple(sorted({1, min(16, engine.info.max_seqs or engine.info.max_slots)}))
 
 
 def _processor() -> str:

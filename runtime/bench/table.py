@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from edgeinfer.runtime.bench.comparison import Comparison
-from edgeinfer.runtime.bench.values import KindFigures, Report, Spread
+from edgeinfer.runtime.bench.values import KindFigures, Machine, Model, Report, Spread
 
 _BAR = 32                                # characters of the longest bar
 _WIDTH = 120                             # of lines that can be broken
@@ -38,6 +38,12 @@ def _can_draw(encoding: str) -> bool:
 
 
 def _facts(report: Report) -> list[str]:
+    lines = _server(report) if report.model.url else _engine(report)
+    lines += [f"note: {notice}" for notice in report.notices]
+    return [part for line in lines for part in _wrapped(line)]
+
+
+def _engine(report: Report) -> list[str]:
     model, machine = report.model, report.machine
     layers = f", {model.layers_offloaded} layers there" if model.layers_offloaded else ""
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}" if machine.threads else "threads chosen by the engine"
@@ -45,12 +51,15 @@ def _facts(report: Report) -> list[str]:
         f"{model.name}, {model.quantization}, {model.engine} on {model.device}{layers}",
         f"weights {size(model.weight_bytes)}; KV {model.kv_type}, {model.kv_bytes_per_token:,} bytes a token; "
         f"context {model.n_ctx:,} tokens; {model.max_seqs} sequences at once, KV for {model.kv_cells:,} tokens",
-        f"{threads}; {machine.processor or 'unknown processor'}, {machine.cores} cores usable; edgeinfer {machine.edgeinfer}, Python {machine.python}, {machine.system}",
+        f"{threads}; {here(machine)}",
     ]
     if machine.build:
         lines.append(f"build {machine.build}")
-    lines += [f"note: {notice}" for notice in report.notices]
-    return [part for line in lines for part in _wrapped(line)]
+    return lines
+
+
+def _server(report: Report) -> list[str]:
+    return [f"{report.model.name} at {report.model.url}", *filter(None, ["; ".join(known(report.model))]), f"clients: {here(report.machine)}"]
 
 
 def _rates(report: Report) -> list[str]:
@@ -150,6 +159,19 @@ def kinds(report: Report) -> Iterator[tuple[str, KindFigures]]:
     for scenario in report.scenarios:
         for kind, found in scenario.kinds.items():
             yield scenario.label(kind), found
+
+
+def here(machine: Machine) -> str:
+    return f"{machine.processor or 'unknown processor'}, {machine.cores} cores usable; edgeinfer {machine.edgeinfer}, Python {machine.python}, {machine.system}"
+
+
+def known(model: Model) -> list[str]:
+    """What a server says of its model; servers say more or less."""
+    facts = {
+        "server": model.engine, "quantization": model.quantization, "weights": size(model.weight_bytes) if model.weight_bytes else "",
+        "context": f"{model.n_ctx:,} tokens" if model.n_ctx else "",
+    }
+    return [f"{name} {value}" for name, value in facts.items() if value]
 
 
 def duration(milliseconds: float) -> str:

@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured."""
+    """Where it was measured; with a server's URL, where the clients were."""
 
     edgeinfer: str                               # versions
     python: str
@@ -50,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """What was measured, as the backend describes it."""
+    """What was measured, as the backend or the server describes it."""
 
     name: str
     quantization: str
@@ -63,6 +63,7 @@ class Model:
     kv_type: str
     kv_bytes_per_token: int
     weight_bytes: int
+    url: str = ""                                # of the server that answered; "": the engine ran in this process. Over HTTP, 0 and "" are not known
 
 
 @dataclass(frozen=True)
