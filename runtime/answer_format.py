@@ -21,6 +21,10 @@ _REASONING_TAGS = (
     ("<thought>", "</thought>"),
     ("◁think▷", "◁/think▷"),
 )
+# What is not closed runs to the end, so that no source takes longer than its length.
+_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)""", re.DOTALL)
+_COMMENT_OR_CODE = re.compile(rf"""\{{\#.*?(?:\#\}}|\Z)|(\{{[%{{](?:{_TEXT.pattern}|[^'"])*?(?:[%}}]\}}|\Z))""", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -38,11 +42,10 @@ class AnswerFormat:
 @functools.lru_cache(maxsize=32)
 def detect_format(template_source: str | None) -> AnswerFormat:
     """The format of models with this chat template. One that is not known calls tools as JSON, as `edgeinfer.runtime.tool_prompt` tells it to."""
-    source = re.sub(r"\{#.*?#\}", "", template_source or "", flags=re.DOTALL)
+    source = _COMMENT_OR_CODE.sub(lambda found: found[1] or "", template_source or "")
     # Names that the template's code uses: not those in texts, and no attributes.
-    code = " ".join(re.findall(r"\{[%{].*?[%}]\}", source, re.DOTALL))
-    code = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", code, flags=re.DOTALL)
-    names = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code))
+    code = " ".join(found[1] for found in _COMMENT_OR_CODE.finditer(source))
+    names = set(_NAME.findall(_TEXT.sub("''", code)))
     family = tool_format(source) if "tools" in names else None
     return AnswerFormat(
         tools=family or GENERIC,

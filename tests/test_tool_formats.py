@@ -92,8 +92,8 @@ FRAGMENTS = st.one_of(
         [tag for format in FORMATS.values() for tag in format.tags]
         + [
             "<function=", "</function>", "<parameter=", "</parameter>", "<function=f>", "<parameter=a>", "[", "]", "{", "}", '"', ":", ",", ";", "\\",
-            '{"name": "f", "arguments": ', '{"name": "f"', '"parameters"', '{"a": 1}', "f", "null", "1", "call:f{", "f(a=1)", "```", "```json\n", "<tool",
-            "_call>", "<", ">", "\n", " ", "\r\n", "<think>", "</think>", "<thi", "nk>", "é😀",
+            '{"name": "f", "arguments": ', '{"name": "f"', '"parameters"', '{"a": 1}', "f", "null", "1", "call:f{", "f(a=1)", "```", "```json\n",
+            "<tool", "_call>", "<", ">", "\n", " ", "\r\n", "<think>", "</think>", "<thi", "nk>", "é😀",
         ]
         + list(WRITTEN.values())
     ),
@@ -210,7 +210,8 @@ def test_ids_are_new_and_as_mistral_wants_them():
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
 )
 
 

@@ -1,1 +1,1 @@
-"""How families of models write calls of tools: one small parser for each way, and a table of who uses which (`edgeinfer.runtime.tool_formats.table`)."""
+"""How families of models write calls of tools: a small parser for each way, and in `edgeinfer.runtime.tool_formats.table` who uses which."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,25 +92,27 @@ LFM2 = _held("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", None)
 
 def tool_format(source: str) -> ToolFormat | None:
     """The way of the family that the template belongs to; None for one that is not known. ``source`` without comments."""
-    for format, pattern in _SIGNS:
-        if re.search(pattern, source, re.DOTALL):
+    for format, *signs in _SIGNS:
+        if all(sign in source for sign in signs):
             return format
     return None
 
 
-# The first that matches decides.
-_SIGNS = (
-    (GEMMA4, r"<\|tool_call>call:"),
-    (FUNCTION_GEMMA, r"<start_function_call>"),
-    (LFM2, r"<\|tool_call_start\|>"),
-    (MISTRAL_NAMED, r"\[TOOL_CALLS\].*\[ARGS\]"),
-    (MISTRAL, r"\[TOOL_CALLS\]"),
-    (QWEN_XML, r"<tool_call>.*<function=.*<parameter="),
-    (SEED_XML, r"<seed:tool_call>.*<function=.*<parameter="),
-    (TOOL_CALLS_LIST, r"<tool_calls>\["),
-    (TOOL_CALLS_LINES, r"<tool_calls>\\n"),
-    (NEMOTRON, r"<TOOLCALL>"),
-    (HERMES, r"<tool_call>(?!.*<arg_key>).*\"name\\?\""),
-    (GRANITE, r"<\|tool_call\|>"),
-    (LLAMA3, r"<\|start_header_id\|>.*\"parameters\": "),
+# The first of which the template mentions everything.
+_SIGNS: tuple[tuple[ToolFormat | None, *tuple[str, ...]], ...] = (
+    (GEMMA4, "<|tool_call>call:"),
+    (FUNCTION_GEMMA, "<start_function_call>"),
+    (LFM2, "<|tool_call_start|>"),
+    (MISTRAL_NAMED, "[TOOL_CALLS]", "[ARGS]"),
+    (MISTRAL, "[TOOL_CALLS]"),
+    (SEED_XML, "<seed:tool_call>", "<function=", "<parameter="),
+    (QWEN_XML, "<tool_call>", "<function=", "<parameter="),
+    (TOOL_CALLS_LIST, "<tool_calls>["),
+    (TOOL_CALLS_LINES, "<tool_calls>\\n"),
+    (NEMOTRON, "<TOOLCALL>"),
+    (None, "<tool_call>", "<arg_key>"),  # GLM's, which is not known here
+    (HERMES, "<tool_call>", '"name'),
+    (HERMES, "<tool_call>", '\\"name'),
+    (GRANITE, "<|tool_call|>"),
+    (LLAMA3, "<|start_header_id|>", '"parameters": '),
 )

@@ -84,7 +84,7 @@ class XmlCalls(CallParser):
             return True
         self._take(name.end())
         self._key = name[1]
-        self._streams = _types(_property(self._schema, self._key)) <= {"string"}
+        self._streams = json_types(_property(self._schema, self._key)) <= {"string"}
         self._trim = True
         self._state = self._value
         return True
@@ -141,7 +141,7 @@ def _property(schema: Mapping[str, Any], name: str) -> Any:
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
-def _types(schema: Any) -> set[str]:
+def json_types(schema: Any) -> set[str]:
     """The JSON types that a schema names; empty where it names none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -149,13 +149,13 @@ def _types(schema: Any) -> set[str]:
     types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
     for key in ("anyOf", "oneOf"):
         for one in schema.get(key) or ():
-            types |= _types(one)
+            types |= json_types(one)
     return types
 
 
 def _as_json(value: str, schema: Any) -> str:
     """The JSON text of a raw value: what it spells where the schema allows that type, else a string."""
-    types = _types(schema)
+    types = json_types(schema)
     text = _PYTHON_WORDS.get(value.strip(), value.strip())
     try:
         parsed = json.loads(text)
