@@ -15,7 +15,7 @@ from edgeinfer.runtime.bench.clients import WARM_UP, Count, Shot, drive
 from edgeinfer.runtime.bench.scenarios import Message, Scenario, Turn
 from edgeinfer.runtime.bench.values import ScenarioFigures
 from edgeinfer.runtime.http_client import Address, HttpClient
-from edgeinfer.runtime.remote_models import error_text, find_model, refused
+from edgeinfer.runtime.remote_models import RemoteModel, error_text, find_model, refused
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ async def _find(address: Address, api_key: str | None, name: str | None) -> Targ
         found = await find_model(client, name)
         meta = found.meta
         target = Target(
-            address, api_key, found.name, engine=found.owner, quantization=_text(meta.get("quantization") or meta.get("quant") or meta.get("ftype")),
+            address, api_key, found.name, engine=_engine(found), quantization=_text(meta.get("quantization") or meta.get("quant") or meta.get("ftype")),
             n_ctx=_count(meta.get("n_ctx") or meta.get("max_model_len")), weight_bytes=_count(meta.get("size") or meta.get("weight_bytes")),
         )
         shot = await _ask(client, found.name, list(WARM_UP), Turn("warm-up", (), 8), first=True)
@@ -143,6 +143,11 @@ class _Reader:
         timings = chunk.get("timings")                   # llama-server's
         if isinstance(timings, dict):
             shot.cached_tokens = shot.cached_tokens or _count(timings.get("cache_n"))
+
+
+def _engine(found: RemoteModel) -> str:
+    engine, device = _text(found.meta.get("engine")), _text(found.meta.get("device"))
+    return found.owner + (f" ({engine} on {device})" if engine and device else "")
 
 
 def _count(value: Any) -> int:
