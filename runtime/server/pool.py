@@ -15,13 +15,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from edgeinfer.errors import BackendFailed, BadRequest, EdgeInferError, EngineBusy, EngineClosed, ModelNotFound, OutOfMemory
+from edgeinfer.runtime.server.pool_room import Loaded, Model, Room
+from edgeinfer.runtime.server.pool_values import ModelSource, ModelStatus, PoolOptions, Served
 from edgeinfer.runtime.service import Engine
-from edgeinfer.runtime.values import BackendInfo
+
+__all__ = ["ModelPool", "ModelSource", "ModelStatus", "PoolOptions", "Served"]
 
 log = logging.getLogger("edgeinfer.server")
 
@@ -30,92 +32,6 @@ _PATIENCE = 4                                            # a load that has waite
 _LOOK_S = 5.0                                            # at most so long between two looks for idle models
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """A model that can be asked for by ``name``. Sources of the same path and adapters are one model under several names."""
-
-    name: str
-    path: Path
-    pinned: bool = False                                 # loaded at the start, and never unloaded
-    adapters: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """A model at this moment. ``resting``: loaded, and its idle cache was dropped; ``failed``: it could not be loaded, ``error`` says why."""
-
-    name: str
-    state: Literal["unloaded", "loading", "loaded", "resting", "failed"]
-    created: int                                         # of its file, in seconds since 1970
-    pinned: bool
-    error: str                                           # one sentence; empty unless failed
-    info: BackendInfo | None                             # None unless loaded
-
-
-@dataclass(frozen=True)
-class Served:
-    """A loaded model. ``name`` is its first one, whichever it was asked for by."""
-
-    name: str
-    engine: Engine
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """How many models, how much memory, for how long."""
-
-    max_memory_bytes: int | None = None                  # of all models together, by the estimate before loading; None: what the machine has
-    max_loaded: int | None = None                        # models loaded at once; None: no limit
-    load_wait_s: float = 120                             # a request waits so long for its model
-    rest_after_s: float = 0                              # idle for so long: drop the cached conversations; 0: never
-    unload_after_s: float = 0                            # idle for so long: unload; 0: never
-
-    def __post_init__(self) -> None:
-        for name in ("max_memory_bytes", "max_loaded"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise BadRequest(f"{name} must be a whole number from 1, or None, not {value!r}.")
-        for name in ("load_wait_s", "rest_after_s", "unload_after_s"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9 or (name == "load_wait_s" and not value):
-                raise BadRequest(f"{name} must be a number of seconds, not {value!r}.")
-
-
-@dataclass(eq=False)
-class _Loaded:
-    """An engine, and how many hold it. Exists until the engine is closed."""
-
-    model: _Model
-    engine: Engine
-    needed: int                                          # bytes, by the estimate
-    last_used: float
-    users: int = 0
-    resting: bool = False
-    leaving: bool = False                                # takes nobody new: another model waits for its room
-    closing: asyncio.Task[None] | None = None
-
-    @property
-    def works(self) -> bool:
-        return self.engine.health.status not in ("failed", "closed")
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.users and self.closing is None
-
-
-@dataclass(eq=False)
-class _Model:
-    source: ModelSource
-    pinned: bool
-    created: int
-    loaded: _Loaded | None = None
-    waiting: set[asyncio.Future[_Loaded]] = field(default_factory=set)       # who is handed it when it is there
-    loading: asyncio.Task[None] | None = None
-    failure: EdgeInferError | None = None
-    failures: int = 0                                    # in a row
-    retry_at: float = 0.0
 
 
 class ModelPool:
@@ -137,12 +53,12 @@ class ModelPool:
         self._needed = needed or _by_header
         self._options = options
         self._sources = tuple(sources)
-        self._models: dict[str, _Model] = {}
-        by_file: dict[tuple[Path, tuple[str, ...]], _Model] = {}
+        self._models: dict[str, Model] = {}
+        by_file: dict[tuple[Path, tuple[str, ...]], Model] = {}
         for source in self._sources:
             if source.name in self._models:
                 raise BadRequest(f"Two models are called {source.name!r}; give one of them another name.")
-            model = by_file.setdefault((source.path, source.adapters), _Model(source, False, _created(source.path)))
+            model = by_file.setdefault((source.path, source.adapters), Model(source, False, _created(source.path)))
             model.pinned = model.pinned or source.pinned
             self._models[source.name] = model
         self._distinct = tuple(by_file.values())
@@ -151,7 +67,7 @@ class ModelPool:
         pinned = sum(model.pinned for model in self._distinct)
         if options.max_loaded is not None and pinned + (pinned < len(self._distinct)) > options.max_loaded:
             raise BadRequest(f"{pinned} pinned models leave no room for another where {options.max_loaded} may be loaded at once; raise max_loaded or pin fewer.")
-        self._alive: list[_Loaded] = []                  # everything not yet closed, in no order
+        self._room = Room(options)
         self._turn = asyncio.Lock()                      # whose turn it is to load
         self._released = asyncio.Event()                 # a hold ended, an engine was closed, or somebody gave up: look again whether there is room
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="edgeinfer-pool")
@@ -204,22 +120,22 @@ class ModelPool:
         self._released.set()
         for model in self._distinct:
             _fail(model.waiting, _closed())
-        while self._tasks or self._alive:                # a load that runs in its thread cannot be stopped: it ends and is closed
-            for loaded in list(self._alive):
+        while self._tasks or self._room.alive:           # a load that runs in its thread cannot be stopped: it ends and is closed
+            for loaded in list(self._room.alive):
                 self._begin_closing(loaded)
             await asyncio.wait(self._tasks)
         self._threads.shutdown(wait=False)
 
     # ----------------------------------------------------------------------------------------------------------------- holding
 
-    async def _hold(self, model: _Model, wait_s: float | None) -> _Loaded:
+    async def _hold(self, model: Model, wait_s: float | None) -> Loaded:
         self._check_open()
         loaded = model.loaded
         if loaded is not None and loaded.works and not loaded.leaving:
             return _taken(loaded)
         if model.failure is not None and time.monotonic() < model.retry_at:
             raise model.failure.with_traceback(None)
-        waiter: asyncio.Future[_Loaded] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         model.waiting.add(waiter)
         if model.loading is None:
             model.loading = self._spawn(self._bring(model))
@@ -236,14 +152,14 @@ class ModelPool:
             raise EngineBusy(f"{model.source.name} was still not loaded after {wait_s:g} s; try again later.")
         return waiter.result()
 
-    def _release(self, loaded: _Loaded) -> None:
+    def _release(self, loaded: Loaded) -> None:
         loaded.users -= 1
         loaded.last_used = time.monotonic()
         self._released.set()
 
     # ----------------------------------------------------------------------------------------------------------------- loading
 
-    async def _bring(self, model: _Model) -> None:
+    async def _bring(self, model: Model) -> None:
         """When its turn comes: load a model and hand it to all who wait for it."""
         try:
             async with self._turn:
@@ -264,7 +180,7 @@ class ModelPool:
         finally:
             model.loading = None
 
-    async def _load(self, model: _Model) -> _Loaded:
+    async def _load(self, model: Model) -> Loaded:
         if model.loaded is not None:                     # it has crashed, and all its streams have ended
             await self._unload(model.loaded)
         try:
@@ -278,37 +194,37 @@ class ModelPool:
             model.retry_at = time.monotonic() + min(_BACK_OFF_MOST_S, _BACK_OFF_S * 2**min(model.failures, 10))
             model.failures += 1
             raise
-        loaded = _Loaded(model, engine, needed, time.monotonic())
-        self._alive.append(loaded)
+        loaded = Loaded(model, engine, needed, time.monotonic())
+        self._room.alive.append(loaded)
         if self._closed:
             await self._unload(loaded)
             raise _closed()
         model.loaded, model.failure, model.failures = loaded, None, 0
         return loaded
 
-    async def _engine_of(self, model: _Model) -> Engine:
+    async def _engine_of(self, model: Model) -> Engine:
         while True:
             try:
                 return await self._in_thread(self._load_engine, model.source)
             except OutOfMemory:                          # the machine has less than the budget: what is idle goes
-                idle = self._idle()
+                idle = self._room.idle()
                 if not idle:
                     raise
                 await self._unload(idle[0])
 
-    async def _make_room(self, model: _Model, needed: int) -> None:
+    async def _make_room(self, model: Model, needed: int) -> None:
         """Unload idle models, the least recently used first, until ``needed`` bytes more fit; wait for those in use."""
-        pinned = [loaded for loaded in self._alive if loaded.model.pinned]
-        if not self._fits(needed, pinned):
-            raise OutOfMemory(self._refusal(model, needed, pinned))
+        room = self._room
+        if not room.ever_fits(needed):
+            raise OutOfMemory(room.refusal(model, needed))
         began = time.monotonic()
         wait_s = self._options.load_wait_s
-        leaving: list[_Loaded] = []
+        leaving: list[Loaded] = []
         try:
-            while not self._fits(needed, self._alive):
-                idle = self._idle()
-                if idle and self._fits(needed, [loaded for loaded in self._alive if loaded not in idle]):
-                    await self._unload(idle[0])
+            while not room.fits(needed):
+                victim = room.to_unload(needed)
+                if victim is not None:
+                    await self._unload(victim)
                     continue
                 self._check_open()
                 waited = time.monotonic() - began
@@ -316,7 +232,7 @@ class ModelPool:
                     raise EngineBusy(f"There is no room for {model.source.name} beside the models in use; try again later.")
                 patience = wait_s / _PATIENCE - waited
                 if patience <= 0 and not leaving:
-                    leaving = self._in_the_way(needed)
+                    leaving = room.in_the_way(needed)
                     for loaded in leaving:
                         loaded.leaving = True
                 self._released.clear()
@@ -325,49 +241,25 @@ class ModelPool:
             for loaded in leaving:
                 loaded.leaving = False
 
-    def _fits(self, needed: int, beside: list[_Loaded]) -> bool:
-        memory, count = self._options.max_memory_bytes, self._options.max_loaded
-        return (memory is None or needed + sum(loaded.needed for loaded in beside) <= memory) and (count is None or len(beside) < count)
-
-    def _idle(self) -> list[_Loaded]:
-        """What may be unloaded, the least recently used first."""
-        return sorted((loaded for loaded in self._alive if loaded.is_idle and not loaded.model.pinned), key=lambda loaded: loaded.last_used)
-
-    def _in_the_way(self, needed: int) -> list[_Loaded]:
-        """The fewest of those not pinned, the least recently used first, without which there is room."""
-        able = sorted((loaded for loaded in self._alive if not loaded.model.pinned), key=lambda loaded: (loaded.users > 0, loaded.last_used))
-        count = next(count for count in range(len(able) + 1) if self._fits(needed, [loaded for loaded in self._alive if loaded not in able[:count]]))
-        return able[:count]
-
-    def _refusal(self, model: _Model, needed: int, pinned: list[_Loaded]) -> str:
-        from edgeinfer.models.memory import format_bytes
-
-        held = sum(loaded.needed for loaded in pinned)
-        beside = f", of which {format_bytes(held)} belong to pinned models" if held else ""
-        return (
-            f"{model.source.name} needs {format_bytes(needed)} and the budget of all models is {format_bytes(self._options.max_memory_bytes or 0)}{beside}; "
-            "raise the budget, or serve it with a smaller context or KV type."
-        )
-
     # --------------------------------------------------------------------------------------------------------------- unloading
 
-    def _begin_closing(self, loaded: _Loaded) -> asyncio.Task[None]:
+    def _begin_closing(self, loaded: Loaded) -> asyncio.Task[None]:
         if loaded.model.loaded is loaded:
             loaded.model.loaded = None
         if loaded.closing is None:
             loaded.closing = self._spawn(self._close(loaded))
         return loaded.closing
 
-    async def _unload(self, loaded: _Loaded) -> None:
+    async def _unload(self, loaded: Loaded) -> None:
         await asyncio.shield(self._begin_closing(loaded))
 
-    async def _close(self, loaded: _Loaded) -> None:
+    async def _close(self, loaded: Loaded) -> None:
         try:
             await self._in_thread(loaded.engine.close)
         except Exception as error:
             log.error("Closing %s failed unexpectedly.", loaded.model.source.name, exc_info=error)
         finally:
-            self._alive.remove(loaded)
+            self._room.alive.remove(loaded)
             self._released.set()
 
     async def _watch_idle(self) -> None:
@@ -375,13 +267,16 @@ class ModelPool:
         rest, unload = self._options.rest_after_s, self._options.unload_after_s
         while True:
             await asyncio.sleep(min(_LOOK_S, min(after for after in (rest, unload) if after) / 4))
-            for loaded in [loaded for loaded in self._alive if loaded.is_idle]:
+            for loaded in [loaded for loaded in self._room.alive if loaded.is_idle]:
                 idle_s = time.monotonic() - loaded.last_used
                 if unload and idle_s >= unload and not loaded.model.pinned:
                     self._begin_closing(loaded)
                 elif rest and idle_s >= rest and not loaded.resting and loaded.works:
                     loaded.resting = True
-                    loaded.engine.drop_cache()
+                    try:
+                        loaded.engine.drop_cache()
+                    except EdgeInferError as error:      # it has just failed: the next request finds that out too
+                        log.warning("%s does not rest: %s", loaded.model.source.name, error)
 
     # --------------------------------------------------------------------------------------------------------------- internals
 
@@ -399,7 +294,7 @@ class ModelPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     @staticmethod
-    def _status_of(source: ModelSource, model: _Model) -> ModelStatus:
+    def _status_of(source: ModelSource, model: Model) -> ModelStatus:
         loaded, failure = model.loaded, model.failure    # once: another thread may change them
         state: Literal["unloaded", "loading", "loaded", "resting", "failed"]
         if loaded is not None:
@@ -411,13 +306,13 @@ class ModelPool:
         return ModelStatus(source.name, state, model.created, model.pinned, str(failure) if state == "failed" else "", loaded.engine.info if loaded is not None else None)
 
 
-def _taken(loaded: _Loaded) -> _Loaded:
+def _taken(loaded: Loaded) -> Loaded:
     loaded.users += 1
     loaded.resting = False
     return loaded
 
 
-def _fail(waiting: set[asyncio.Future[_Loaded]], error: EdgeInferError) -> None:
+def _fail(waiting: set[asyncio.Future[Loaded]], error: EdgeInferError) -> None:
     for waiter in waiting:
         if not waiter.done():
             waiter.set_exception(error)
