@@ -61,7 +61,7 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
         syntax = family.syntax
         calls = [
             f"call_{number}: {write(syntax.before_name + tool['function']['name'] + syntax.before_arguments)} arguments_{number} "
-            f"{write(syntax.after_arguments)}\narguments_{number}: %json {json.dumps(parameters_of(tool))}"
+            f"{write(syntax.after_arguments)}\narguments_{number}: {_json(parameters_of(tool))}"
             for number, tool in enumerate(tools)
         ]
         opening, between, closing = syntax.opening, syntax.between, syntax.closing
@@ -70,6 +70,12 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
     more = "" if single or between is None else f" ({write(between)} call){{0,{MAX_CALLS - 1}}}"
     choices = " | ".join(f"call_{number}" for number in range(len(tools)))
     return "\n".join([f"start: {write(opening)} call{more} {write(closing)}", f"call: {choices}", *calls]) + "\n"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    # Written as templates write it: a small model let loose on white space may never stop.
+    layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"%json {json.dumps({**schema, 'x-guidance': layout})}"
 
 
 class _Writer:
@@ -114,7 +120,7 @@ def _xml_value(rule: str, value: Any, schema: Mapping[str, Any]) -> str:
         return f"({' | '.join(map(json.dumps, texts))}) {json.dumps(_END_PARAMETER)}"
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     inner = {**value, **definitions} if isinstance(value, Mapping) else definitions
-    return f"{rule}_json {json.dumps(_END_PARAMETER)}\n{rule}_json: %json {json.dumps(inner)}"
+    return f"{rule}_json {json.dumps(_END_PARAMETER)}\n{rule}_json: {_json(inner)}"
 
 
 def _text_rule(rule: str, value: Any) -> list[str]:

@@ -75,7 +75,11 @@ class ChatBody(GenerationBody):
     tool_choice: StrictStr | Object | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_budget: StrictInt | None = None             # tokens of thinking after which the answer must begin
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # "none": thinking stays in the content
     chat_template_kwargs: Object | None = None
+    thinking_budget: Annotated[StrictInt, Field(ge=-1)] | None = None    # tokens of thinking at most; -1: no limit
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content, with its tags
     metadata: Object | None = None
     store: StrictBool | None = None
 
