@@ -6,7 +6,10 @@ tokens live where; the backend only computes. One thread calls everything here, 
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence as Seq
 from typing import Protocol
+
+import numpy as np
 
 from edgeinfer.runtime.values import BackendInfo, StepPlan, StepResult
 
@@ -75,12 +78,24 @@ class Backend(Protocol):
         """Fill an empty slot with what `export_slot` gave. False, and the slot is still empty, when there is no room or the data is not accepted."""
         ...
 
+    def embed(self, tokens: Seq[int]) -> Generator[None, None, np.ndarray]:
+        """The tokens' last hidden states, pooled as the model wants: float32 of shape (n_embd,), not normalised. Only where ``info.can_embed``.
+
+        It computes one piece between two yields (no more than a prompt chunk, where attention looks back only; else all), and returns the vector at the end; other calls may come in between
+        and neither change it nor are changed. A new one ends the one before. An aborted piece is computed again after its yield.
+        """
+        ...
+
     def rest(self) -> None:
         """Nothing to do for now: give back what is only needed while computing. The next ``forward`` takes it again."""
         ...
 
+    def drop_kv(self) -> None:
+        """Every slot is empty and nobody is expected soon: give back the memory of the KV. Whatever needs it next takes it again."""
+        ...
+
     def abort(self) -> None:
-        """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``. No effect between forwards."""
+        """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``, or ``embed`` yield. No effect between them."""
         ...
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ class EngineLoop:
         self._ended = False
         self._failure: EdgeInferError | None = None      # why the engine cannot go on
         self._stalls = 0
+        self._told: list[Callable[[EdgeInferError], None]] = []
         self._watch = Watchdog(options.step_timeout_s, stalled=core.backend.abort, overdue=self._give_up)
         self._thread = threading.Thread(target=self._run, name="edgeinfer-engine", daemon=True)
         self._watch.start()
@@ -64,6 +65,13 @@ class EngineLoop:
             self._check_open()
             self._inbox.append(action)
             self._wake.notify_all()
+
+    def on_failure(self, tell: Callable[[EdgeInferError], None]) -> None:
+        """``tell`` hears of every error that ends all that is being computed, for those who wait for something else than a sequence.
+
+        It is called on the engine's thread or on the watchdog's, once the loop has ended too.
+        """
+        self._told.append(tell)
 
     def close(self) -> None:
         """End every request, free the backend, and wait until it is freed, or until the watchdog finds that this may never happen."""
@@ -128,6 +136,11 @@ class EngineLoop:
         # Only their readers are told. The sequences belong to the engine's thread, which ends and counts them if it ever comes back.
         for seq in list(core.inside):
             seq.emit(Failed(error, seq.usage(), seq.timings()))
+        self._tell(error)
+
+    def _tell(self, error: EdgeInferError) -> None:
+        for tell in self._told:
+            tell(error)
 
     # ------------------------------------------------------------------------------------------------- the engine's thread
 
@@ -136,13 +149,15 @@ class EngineLoop:
             while self._turn():
                 pass
         finally:
-            self._core.abandon(EngineClosed("The engine was closed while the request was running."))
+            error = EngineClosed("The engine was closed while the request was running.")
+            self._core.abandon(error)
             self._watch.stop()
             with self._wake:
                 self._watch.began = 0.0
                 self._core.overdue = None
                 self._closing = self._ended = True
                 self._wake.notify_all()
+            self._tell(error)                            # now that nobody can add to the inbox any more
 
     def _turn(self) -> bool:
         """Read the inbox, make one step. False when it was the last."""
@@ -219,6 +234,8 @@ class EngineLoop:
         self._stalls += 1
         if self._stalls >= _STALLS:
             self._stalls = 0
-            self._guard(partial(self._core.fail_running, BackendFailed(
+            error = BackendFailed(
                 f"Steps take longer than {self._options.step_timeout_s:g} s; load the model with a smaller prefill_chunk or a larger step_timeout_s."
-            )))
+            )
+            self._guard(partial(self._core.fail_running, error))
+            self._tell(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,10 @@ from edgeinfer.errors import BadRequest, EdgeInferError, UnsupportedParameter
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.runtime.backend import Backend
 from edgeinfer.runtime.chat_format import encode_chat, encode_prompt
+from edgeinfer.runtime.constraint import checked
 from edgeinfer.runtime.context_policy import Fit, answer_limit, fit_chat, fit_prompt
 from edgeinfer.runtime.detokenizer import Detokenizer
+from edgeinfer.runtime.embedding import Embedder, Embeddings, embedding_tokens
 from edgeinfer.runtime.engine import EngineCore, EngineCounters
 from edgeinfer.runtime.health import EngineOptions, Health
 from edgeinfer.runtime.loop import EngineLoop
@@ -59,6 +62,7 @@ class Engine:
         self.counters: EngineCounters = core.counters
         self._core = core
         self._loop = EngineLoop(core, engine_options)
+        self._embedder = Embedder(backend, self._loop, max_waiting=options.max_waiting)
         # At interpreter exit too: a native compute must not be running while the process is taken apart.
         self._finalizer = weakref.finalize(self, self._loop.close)
 
@@ -90,6 +94,26 @@ class Engine:
         params = SamplingParams.of(params, **fields)
         tokens = encode_prompt(self.vocab, prompt) if isinstance(prompt, str) else self._checked(prompt)
         return self._submit(fit_prompt(tokens, 0, self.info.n_ctx, options.context_policy, params.max_tokens), params, options)
+
+    def embed(self, inputs: Iterable[str | list[int]]) -> Embeddings:
+        """A vector of length 1 for each input: a text (with the special tokens that the model wants) or token ids taken as they are.
+
+        Pooled as the model says, the mean of the last hidden states where it says nothing. A vector depends on its input alone. Long ones give way to
+        running answers after each piece. Raises at once what is wrong with the inputs, `ContextLengthExceeded` for one that is too long.
+        """
+        future = self._embedder.submit(embedding_tokens(self.vocab, self.info, inputs))
+        try:
+            error = future.exception()
+        finally:
+            future.cancel()                              # an interrupt while waiting
+        if error is not None:
+            raise error.with_traceback(None)             # several callers may share it
+        return future.result()
+
+    async def aembed(self, inputs: Iterable[str | list[int]]) -> Embeddings:
+        """The same for asyncio. Cancelling the task takes the inputs out within a piece."""
+        tokens = await asyncio.to_thread(embedding_tokens, self.vocab, self.info, inputs)
+        return await asyncio.wrap_future(self._embedder.submit(tokens))
 
     def count_tokens(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Prompt tokens that `chat` would send for these messages, were there room for all of them."""
@@ -129,6 +153,15 @@ class Engine:
     def notices(self) -> tuple[str, ...]:
         """What is done differently than was asked for at load, and what went wrong without hurting a request; one sentence each."""
         return self.info.notices + (self._persistence.notices if self._persistence is not None else ())
+
+    def drop_cache(self) -> None:
+        """Give back the memory of the KV cache while nobody asks anything; the weights stay, and the next request takes the memory again.
+
+        Idle conversations are forgotten, or saved where the engine was loaded with ``kv_cache_dir``. On llama.cpp KV cache and compute buffers are
+        freed, and made anew by the next request, which takes about a second a GiB; a draft model keeps its own. Returns at once; no effect while a
+        request is inside. Raises `EngineClosed` and `BackendFailed` as a request would.
+        """
+        self._loop.post(self._core.drop_cache)
 
     # ------------------------------------------------------------------------------------------------------------- lifetime
 
@@ -194,6 +227,8 @@ class Engine:
         return options
 
     def _submit(self, fit: Fit, params: SamplingParams, options: RequestOptions) -> Stream:
+        if not self.info.can_generate:
+            raise UnsupportedParameter(f"{self.info.model} is an encoder, which embeds texts and writes none; load another model to answer with.")
         tokens = fit.tokens
         if not tokens:
             raise BadRequest("The prompt is empty; give at least one character.")
@@ -214,7 +249,7 @@ class Engine:
 
         sequence = Sequence(
             tokens, params, sampler=Sampler(params, n_vocab=self.info.n_vocab, prompt=tokens), detokenizer=Detokenizer(self.vocab, options.shown),
-            emit=emit, options=options, keep=fit.keep, dropped=fit.dropped,
+            emit=emit, options=options, constraint=checked(options.constraint, self.info.n_vocab), keep=fit.keep, dropped=fit.dropped,
         )
         core, loop = self._core, self._loop
         inside = weakref.ref(sequence)                   # the sequence knows `emit`, and that knows this

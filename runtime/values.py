@@ -306,6 +306,9 @@ class BackendInfo:
     copy_tokens: int = 0                 # prefixes shorter than this are computed sooner than copied
     can_shift: bool = False              # Backend.shift works
     can_export: bool = False             # Backend.export_slot and import_slot work
+    can_generate: bool = True            # False for an encoder, which only embeds
+    can_embed: bool = False              # Backend.embed works
+    n_embd: int = 0                      # values of one embedding; 0: not known
     layers_offloaded: int = 0
     layers: int = 0
     attention_depth: int = 0             # context at which attention takes about as long as all else a prompt token needs; 0: not known

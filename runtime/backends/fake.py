@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from edgeinfer.errors import BackendFailed
 from edgeinfer.runtime.values import BackendInfo, Chunk, StepPlan, StepResult
 
 BOS, END = 256, 257
+_EMBEDDING = 8                           # values of an embedding
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -63,6 +64,7 @@ class ScriptedBackend:
         sequence so far to the next token id, for answers that depend on the prompt.
     kv_cells: tokens that all slots together may hold (None: no limit); a copied prefix shares its cells, as on llama.cpp's unified cache.
     before_forward: called with each plan before it runs; may block (a slow prefill) or raise.
+    before_embed: called with each piece of at most ``max_batch`` tokens before it is embedded, likewise.
     adapters: names that chunks may ask for; an adapter changes nothing but is part of what a slot's KV was computed with.
     """
 
@@ -79,6 +81,7 @@ class ScriptedBackend:
         attention_depth: int = 0,
         adapters: tuple[str, ...] = (),
         before_forward: Callable[[StepPlan], None] | None = None,
+        before_embed: Callable[[Sequence[int]], None] | None = None,
         vocab: ByteVocab | None = None,
     ):
         self._next: Callable[[list[int]], int]
@@ -94,10 +97,12 @@ class ScriptedBackend:
             engine="fake", device="cpu", model="scripted", quantization="none", n_vocab=self.vocab.size, n_ctx=n_ctx, n_ctx_train=n_ctx,
             max_slots=max_slots, max_seqs=max_seqs, max_batch=max_batch, max_logits=max_logits, kv_type="none", kv_bytes_per_token=1, weight_bytes=0,
             kv_cells=kv_cells or 0, fingerprint="scripted", adapters=adapters, shared_cells=True, can_shift=True, can_export=True,
+            can_embed=True, n_embd=_EMBEDDING,
             attention_depth=attention_depth,
         )
         self._cells = kv_cells
         self._before_forward = before_forward
+        self._before_embed = before_embed
         self._slots: dict[int, list[int]] = {slot: [] for slot in range(max_slots)}
         self._adapter: dict[int, str | None] = dict.fromkeys(range(max_slots))
         self._abort = threading.Event()
@@ -207,6 +212,24 @@ class ScriptedBackend:
         if self._cells is not None and self._used() > self._cells:
             self._slots[slot] = []
         return bool(self._slots[slot])
+
+    def embed(self, tokens: Sequence[int]) -> Generator[None, None, np.ndarray]:
+        total = np.zeros(_EMBEDDING, np.float32)
+        start = 0
+        while True:
+            if self.closed:
+                raise BackendFailed("The backend was used after close().")
+            self._abort.clear()
+            piece = tokens[start : start + self.info.max_batch]
+            if self._before_embed is not None:
+                self._before_embed(piece)
+            if not self._abort.is_set():
+                for position, token in enumerate(piece, start + 1):
+                    total += np.sin(np.arange(1, _EMBEDDING + 1, dtype=np.float32) * (token + 1) / position)
+                start += len(piece)
+                if start == len(tokens):
+                    return total / start
+            yield
 
     def rest(self) -> None:
         self.rests += 1

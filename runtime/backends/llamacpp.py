@@ -8,21 +8,22 @@ prompt chunk follows in its own.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import BackendFailed, OutOfMemory
+from edgeinfer.errors import BackendFailed, OutOfMemory, UnsupportedParameter
 from edgeinfer.models.fingerprint import fingerprint
 from edgeinfer.models.gguf_header import GGUFHeader, read_header
 from edgeinfer.models.memory import attention_depth, kv_bytes_per_token
 from edgeinfer.models.native import NativeModel, captured_logs, last_error, llama, native_function, release_compute_threads
+from edgeinfer.runtime.backends.llama_abort import AbortFlag
 from edgeinfer.runtime.backends.llama_batch import Batch, Group, groups
+from edgeinfer.runtime.backends.llama_embed import EmbeddingContext, can_embed
 from edgeinfer.runtime.backends.llama_lora import Adapters, check_adapter, parse_lora
 from edgeinfer.runtime.backends.llama_memory import check_memory, choose_layout, context_size, kv_cells, long_rope, output_rows
 from edgeinfer.runtime.backends.llama_options import SHIFTABLE, LlamaOptions, check_options, flash_attention, ggml_type, gpu_layers, usable_cores
@@ -36,7 +37,7 @@ _OK, _NO_ROOM, _ABORTED = 0, 1, 2                        # what llama_decode ret
 
 
 class LlamaCppBackend:
-    """One model, one context. Everything but `abort` belongs to the thread that runs `forward`."""
+    """One model, one context for answers, and where asked for one for embeddings. Everything but `abort` belongs to the thread that runs `forward`."""
 
     def __init__(self, path: Path, options: LlamaOptions = LlamaOptions(), *, progress: Callable[[float], bool] | None = None):
         # llama.cpp says little about damaged files and ends the process over some: all that can be checked is, before it sees any.
@@ -50,23 +51,28 @@ class LlamaCppBackend:
         check_options(options)
         layers = gpu_layers(options, notices)
         flash = flash_attention(options, layers, notices)
-        check_memory(header, options, self._n_ctx, flash, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
+        need = check_memory(header, options, self._n_ctx, flash, layers, sum(adapter.weight_bytes for adapter in adapter_headers), notices)
         self._unified = bool(options.kv_unified)
         self._copying = False                            # a copy between streams waits for the next decode
-        self._running = False
-        self._abort_lock = threading.Lock()
+        self._abort = AbortFlag()
         self._context: Any = None
+        self._embedding: EmbeddingContext | None = None
         self._adapters = Adapters()
         self._model = NativeModel(path, gpu_layers=layers, mmap=options.mmap, progress=progress)
         try:
             self._adapters.load(self._model, adapters, adapter_headers)
-            self._context = self._make_context(options, flash)
-            self._memory = llama().llama_get_memory(self._context)
+            self._new_context = partial(self._make_context, options, flash)
+            self._open_context()
             self._window = llama().llama_model_n_swa(self._model.handle)
             self.vocab = LlamaVocab(self._model, header)
             self.info = self._describe(header, options, notices)
             self._layout = layout_digest(self.info.fingerprint, self.info.kv_type, long_rope(header, self._n_ctx))
             self._batch = Batch(self.info.max_batch)
+            if self.info.can_embed:
+                causal = bool(self._memory) and llama().llama_get_causal_attn(self._context)
+                self._embedding = EmbeddingContext(
+                    self._model, header, options, n_ctx=self._n_ctx, causal=causal, flash=flash, gpu_layers=layers, held=need.total, abort=self._abort,
+                )
         except BaseException:
             self.close()
             raise
@@ -96,11 +102,7 @@ class LlamaCppBackend:
         # process when asked for more, and when this is less than n_seq_max.
         params.n_outputs_max = output_rows(options)
         params.no_perf = True
-        # llama.cpp asks this callback once per graph node, about 700 times a token. A Python callback would take the GIL each time; strlen, given
-        # a buffer that holds "" or "x", answers 0 or 1 in native code.
-        self._abort_flag = ctypes.create_string_buffer(2)
-        params.abort_callback = ctypes.cast(_strlen(), lib.ggml_abort_callback)
-        params.abort_callback_data = ctypes.cast(self._abort_flag, ctypes.c_void_p)
+        self._abort.attach(params)
         with captured_logs() as lines:
             context = lib.llama_init_from_model(self._model.handle, params)
         if not context:
@@ -109,6 +111,10 @@ class LlamaCppBackend:
                 f"No context of {cells:,} tokens could be made for {self._model.path.name} ({reason}); lower --ctx-size or use a smaller KV type (-ctk q8_0 -ctv q8_0)."
             )
         return context
+
+    def _open_context(self) -> None:
+        self._context = self._new_context()
+        self._memory = llama().llama_get_memory(self._context)
 
     def _describe(self, header: GGUFHeader, options: LlamaOptions, notices: list[str]) -> BackendInfo:
         lib = llama()
@@ -141,6 +147,9 @@ class LlamaCppBackend:
             adapters=self._adapters.names,
             can_shift=bool(lib.llama_memory_can_shift(self._memory)) and k in SHIFTABLE,
             can_export=True,
+            can_generate=bool(self._memory),
+            can_embed=can_embed(model, header),
+            n_embd=lib.llama_model_n_embd_out(model.handle),
             layers_offloaded=on_gpu,
             layers=layers,
             attention_depth=attention_depth(header),
@@ -152,13 +161,10 @@ class LlamaCppBackend:
     # ------------------------------------------------------------------------------------------------------------- stepping
 
     def forward(self, plan: StepPlan) -> StepResult:
-        with self._abort_lock:
-            self._running = True
-        try:
+        if self._context is None:
+            self._open_context()
+        with self._abort:
             return self._forward(groups(plan, self._adapters.current))
-        finally:
-            with self._abort_lock:
-                self._running, self._abort_flag.value = False, b""
 
     def _forward(self, queue: list[Group]) -> StepResult:
         logits: dict[int, np.ndarray] = {}
@@ -166,7 +172,7 @@ class LlamaCppBackend:
         aborted: list[int] = []
         failed: dict[int, str] = {}
         for index, group in enumerate(queue):
-            if self._abort_flag.value:
+            if self._abort.is_set:
                 aborted += [chunk.slot for chunk in group]
                 continue
             if len(group) > 1 or len(group[0].tokens) > 1:
@@ -240,7 +246,7 @@ class LlamaCppBackend:
         self._copying = not self._unified
 
     def truncate(self, slot: int, length: int) -> bool:
-        return bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
+        return self._context is None or bool(llama().llama_memory_seq_rm(self._memory, slot, length, -1))
 
     def reusable(self, slot: int, length: int, wanted: int) -> int:
         kept, first = min(length, wanted), llama().llama_memory_seq_pos_min(self._memory, slot)
@@ -276,6 +282,8 @@ class LlamaCppBackend:
         tokens = sealed_tokens(data, self._layout)
         if tokens is None or tokens > self._n_ctx:
             return False
+        if self._context is None:
+            self._open_context()
         if self._copying:                                # the slot may be what a copy is still to be made of
             self._settle(slot)
         if write_slot(self._context, slot, data) and llama().llama_memory_seq_pos_max(self._memory, slot) + 1 == tokens:
@@ -297,19 +305,27 @@ class LlamaCppBackend:
     def rest(self) -> None:
         release_compute_threads()
 
+    def drop_kv(self) -> None:
+        # llama.cpp has the KV and the compute buffers in one context and gives neither back alone; empty cells take as much memory as full ones.
+        self._close_contexts()
+
     def abort(self) -> None:
-        with self._abort_lock:
-            if self._running:
-                self._abort_flag.value = b"x"
+        self._abort.set()
+
+    def embed(self, tokens: Seq[int]) -> Generator[None, None, np.ndarray]:
+        if self._embedding is None:
+            raise UnsupportedParameter(f"{self.info.model} gives no embeddings.")
+        return self._embedding.embed(tokens)
 
     def close(self) -> None:
-        if self._context:
-            llama().llama_free(self._context)
-            self._context = None
+        self._close_contexts()
         self._adapters.close()
         self._model.close()
 
-
-def _strlen() -> ctypes.c_void_p:
-    library = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
-    return ctypes.cast(library.strlen, ctypes.c_void_p)
+    def _close_contexts(self) -> None:
+        if self._embedding is not None:
+            self._embedding.close()
+        if self._context is not None:
+            llama().llama_free(self._context)
+            self._context, self._memory, self._views, self._copying = None, None, {}, False
+            self._adapters.current = None
