@@ -9,13 +9,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgeinfer.errors import BackendFailed, EdgeInferError, EngineClosed, OutOfMemory
 from edgeinfer.runtime.backend import Backend
 from edgeinfer.runtime.context_policy import plan_shift
 from edgeinfer.runtime.scheduler import Scheduler, SchedulerOptions
 from edgeinfer.runtime.sequence import FINISH_REASON, Sequence, Status
 from edgeinfer.runtime.slots import SlotTable
-from edgeinfer.runtime.values import Chunk, Failed, Finished, StepPlan, StepResult, TextDelta
+from edgeinfer.runtime.values import Chunk, Failed, Finished, PromptLogprobs, StepPlan, StepResult, TextDelta, TokenLogprob
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.kv_spill import KVPersistence
@@ -78,7 +80,7 @@ class EngineCore:
         """Queue a sequence whose prompt is known to fit the context; whoever calls has counted it."""
         self.inside.add(seq)
         self.scheduler.add(seq)
-        if seq.params.max_tokens == 0:
+        if seq.params.max_tokens == 0 and not seq.scoring:
             self._end(seq, Status.EXHAUSTED)
 
     def cancel(self, seq: Sequence) -> None:
@@ -162,12 +164,14 @@ class EngineCore:
         """Let answers that decode be guessed ahead, as far as one forward has room."""
         decoding = [seq for seq in self.scheduler.running if seq.is_decoding]
         together = [seq for seq in decoding if not seq.reproducible]     # the others run in batches of their own
-        drafted = [seq for seq in together if seq.options.speculative]
+        drafted = [seq for seq in together if seq.options.speculative and seq.constraint is None]
         info, most = self.backend.info, self.options.max_num_batched_tokens
         room = min(most, info.max_logits or most) - self.scheduler.width
         if len(decoding) < len(self.scheduler.running) or self.scheduler.waiting:
             # Guesses never take the place of somebody's prompt.
             room = min(room, most - self.scheduler.width - self.scheduler.steady_chunk)
+            if any(seq.scoring for seq in self.scheduler.running):
+                room = 0                                 # nor its rows of logits
         if info.kv_cells:                                # nor anybody's cells
             room = min(room, info.kv_cells - self.slots.running_tokens - self.scheduler.width)
         speculator.propose(drafted, room, n_ctx=info.n_ctx, others=len(together) - len(drafted))
@@ -198,18 +202,21 @@ class EngineCore:
                 seq.emit(seq.progress())
         if not chunk.n_logits:
             return
+        rows = result.logits[chunk.slot]
+        if seq.scoring and not self._score(seq, chunk, rows):
+            return
         # A drafted token that the sampler chooses too makes the next row valid; the first that it does not ends the run. So every token is drawn from
         # the model's own distribution, whatever was drafted.
         right = 0
         status = None
         try:
-            for row in result.logits[chunk.slot]:
-                token = seq.sampler.sample(row)
-                status = self._accept(seq, token)
+            for row in rows if not was_prefill else rows[-1:]:
+                token = seq.sampler.sample(row, None if seq.constraint is None else seq.constraint.allowed())
+                status = self._accept(seq, token, row)
                 if status is not None or right == len(draft) or token != draft[right]:
                     break
                 right += 1
-        except EdgeInferError as error:                  # logits that are no numbers: this sequence's fault alone
+        except EdgeInferError as error:                  # logits that are no numbers, a constraint that fails: this sequence's fault alone
             self._fail(seq, error)
             return
         if draft and not self._settle(seq, len(draft), right):
@@ -219,19 +226,44 @@ class EngineCore:
         if status is not None:
             self._end(seq, status)
 
-    def _accept(self, seq: Sequence, token: int) -> Status | None:
-        """The newest token: deliver its text. Returns how the answer ended, if it ends with it."""
+    def _score(self, seq: Sequence, chunk: Chunk, rows: np.ndarray) -> bool:
+        """Of a prompt that is to be scored these tokens were read. True when it is complete and the answer may begin."""
+        assert seq.scores is not None
+        try:
+            seq.scores.add(chunk.start + len(chunk.tokens) - len(rows), rows)
+        except EdgeInferError as error:                  # logits that are no numbers
+            self._fail(seq, error)
+            return False
+        if seq.num_uncomputed:
+            return False
+        seq.emit(PromptLogprobs(seq.scores.entries))
+        if seq.params.max_tokens == 0:
+            self._end(seq, Status.EXHAUSTED)
+            return False
+        return True
+
+    def _accept(self, seq: Sequence, token: int, row: np.ndarray) -> Status | None:
+        """The newest token, drawn from ``row``: deliver its text. Returns how the answer ended, if it ends with it."""
         seq.token_times.append(time.perf_counter())
         self.counters.generated_tokens += 1
         seq.sampler.accept(token)
         seq.tokens.append(token)
         if token in self.backend.vocab.end_ids and not seq.params.ignore_eos:
             return Status.STOPPED
-        text, stopped = seq.stops.push(seq.detokenizer.push(token))
+        piece = seq.detokenizer.push(token)
+        text, stopped = seq.stops.push(piece)
+        entries: tuple[TokenLogprob, ...] = ()
+        if seq.logprobs is not None:
+            seq.logprobs.add(row, token, piece)
+            entries = seq.logprobs.released(text) if text else ()
         if text:
-            seq.emit(TextDelta(text))
+            seq.emit(TextDelta(text, entries))
         if stopped:
             return Status.STOPPED
+        if seq.constraint is not None:
+            seq.constraint.accept(token)
+            if seq.constraint.complete:
+                return Status.STOPPED
         return Status.EXHAUSTED if len(seq.token_times) == seq.params.max_tokens else None
 
     def _settle(self, seq: Sequence, drafted: int, right: int) -> bool:
@@ -267,14 +299,16 @@ class EngineCore:
 
     def _end(self, seq: Sequence, status: Status) -> None:
         self.scheduler.remove(seq, keep=True)
+        text = ""
         if not seq.stops.stopped:
             # What was held back as half a character or half a stop string turned out to be neither.
             text, _ = seq.stops.push(seq.detokenizer.flush())
             text += seq.stops.flush()
-            if text:
-                seq.emit(TextDelta(text))
             if seq.stops.stopped and status is Status.EXHAUSTED:
                 status = Status.STOPPED                  # with several stop strings, only the end decided that one was complete
+        entries = seq.logprobs.rest(text, stopped=seq.stops.stopped) if seq.logprobs is not None else ()
+        if text or entries:
+            seq.emit(TextDelta(text, entries))
         self._account(seq, status)
         seq.emit(Finished(FINISH_REASON[status], seq.usage(), seq.timings()))
 

@@ -26,6 +26,9 @@ _LARGEST_LOGIT = 1e30                     # where edited logits are capped: far 
 _SHORT_LIST = 128                         # a top-k up to this is sorted and summed in plain Python
 _LOWEST_TEMPERATURE = 1e-30               # below it nothing changes: any difference in logits is already infinite
 
+# For each value of a byte, what eight logits may be at most: no limit where the bit is set, -inf where it is not. Eight times as quick as a boolean mask.
+_LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), np.float32(-np.inf))
+
 
 def random_seed() -> int:
     """A seed from the operating system, 32 bits wide so that it survives JSON and llama.cpp's own range."""
@@ -138,6 +141,11 @@ def draw(logits: np.ndarray, temperature: float, top: float, uniform: float) -> 
     return min(int(np.searchsorted(reached, uniform * reached[-1], side="right")), len(logits) - 1)
 
 
+def masked(row: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """A copy of ``row`` with -inf for every token whose bit in ``allowed`` (lowest bit first) is not set; NaN stays NaN."""
+    return np.minimum(row, np.take(_LIMITS, allowed, axis=0).reshape(-1)[: len(row)])
+
+
 def penalise(logits: np.ndarray, counts: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Logits of tokens seen ``counts`` times (all above 0) after the repeat, frequency and presence penalties."""
     # Dividing would reward a token whose logit is negative.
@@ -227,8 +235,13 @@ class Sampler:
         self._recent = RecentTokens(None if params.repeat_last_n < 0 else params.repeat_last_n, prompt) if penalised else None
         self._edited = np.empty(n_vocab, np.float32) if penalised or len(self._bias_ids) else None
 
-    def sample(self, row: np.ndarray) -> int:
-        """The next token. Changes the random state, not the row and not the penalties. Raises `BackendFailed` for logits that are not numbers."""
+    def sample(self, row: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        """The next token. Changes the random state, not the row and not the penalties. Raises `BackendFailed` for logits that are not numbers.
+
+        allowed: bits of the tokens that may be chosen, as `ConstraintState.allowed` gives them; all others are masked before anything else.
+        """
+        if allowed is not None:
+            row = masked(row, allowed)
         row = self._edit(row)
         if self.params.temperature == 0:
             return argmax(row)

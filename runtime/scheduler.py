@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.sequence import Sequence, Status
@@ -74,6 +74,9 @@ class Scheduler:
         self._slots = slots
         self._options = options
         self._attention_depth = attention_depth
+        self._max_logits = slots.max_logits or options.max_num_batched_tokens
+        # The chunk of prompts of which every row of logits is wanted: one that always fits. With a seed its size must not depend on who else runs.
+        self._scored_chunk = max(1, self._max_logits - self.width + 1)
         # The chunk of requests with a seed: one that always fits, whoever decodes beside it.
         self.steady_chunk = max(1, min(options.prefill_chunk, options.prefill_chunk_busy, _STEADY_CHUNK, options.max_num_batched_tokens - self.width))
         self.waiting: list[Sequence] = []                # sorted by urgency
@@ -106,22 +109,31 @@ class Scheduler:
         prefills: tuple[Chunk, ...] = ()
         if len(decodes) < len(self.running):
             budget = min(options.max_num_batched_tokens - used, options.prefill_chunk_busy if decodes else options.prefill_chunk)
-            prefills = self._prefills(budget, self._attention_depth if decodes else 0)
+            prefills = self._prefills(budget, self._max_logits - used, self._attention_depth if decodes else 0)
             used += sum(len(chunk.tokens) for chunk in prefills)
         self.clock += used
         return StepPlan(decodes, prefills)
 
-    def _prefills(self, budget: int, attention_depth: int) -> tuple[Chunk, ...]:
+    def _prefills(self, budget: int, rows: int, attention_depth: int) -> tuple[Chunk, ...]:
+        """``budget``: tokens that may be read in this step; ``rows``: logits that it can still give."""
         chunks: list[Chunk] = []
         time = _time(budget, 0, attention_depth)
-        for seq in sorted((seq for seq in self.running if not seq.is_decoding), key=_urgency):
+        reading = sorted((seq for seq in self.running if not seq.is_decoding), key=_urgency)
+        rows -= len(reading)             # each may come to the end of its prompt
+        for seq in reading:
             room = min(budget, affordable(time, seq.num_computed, attention_depth))
             if room <= 0:
                 break
-            size = min(self.steady_chunk if seq.reproducible else room, seq.num_uncomputed)
+            most = self.steady_chunk if seq.reproducible else room
+            if seq.scoring:
+                most = min(most, self._scored_chunk if seq.reproducible else rows + 1)
+                if most > rows + 1:
+                    continue
+            size = min(most, seq.num_uncomputed)
             if size > room and (chunks or size > budget):        # of a fixed size and not fitting any more: next step
                 break
             budget -= size
+            rows -= size - 1 if seq.scoring else 0
             time -= _time(size, seq.num_computed, attention_depth)
             chunks.append(_prefill(seq, size))
         return tuple(chunks)
@@ -139,6 +151,8 @@ class Scheduler:
             lease = self._slots.acquire(seq.tokens, seq, adapter=seq.options.adapter, multiple=self._multiple(seq), tidy=seq.reproducible)
             if lease is None:
                 return
+            if seq.scoring:
+                lease = replace(lease, miss="every prompt token's log-probability was asked for, so all are computed")
             self.waiting.remove(seq)
             seq.admitted(lease)
             self.running.append(seq)
@@ -149,7 +163,7 @@ class Scheduler:
         """True while ``seq`` should wait for a running sequence that is just reading a prefix of its prompt."""
         leader = seq.leader
         if leader is None:
-            if not seq.patient:
+            if not seq.patient or seq.scoring:
                 return False
             found = self._slots.being_read(seq.tokens, adapter=seq.options.adapter, multiple=self._multiple(seq))
             if found is None or found.gain < _WORTH_WAITING or found.shared < self._slots.copy_tokens:
@@ -168,6 +182,8 @@ class Scheduler:
         return True
 
     def _multiple(self, seq: Sequence) -> int:
+        if seq.scoring:
+            return len(seq.tokens)       # nothing that is cached will do: every row of logits is wanted
         return self.steady_chunk if seq.reproducible else 1
 
     def advance(self, seq: Sequence, count: int) -> None:
@@ -226,7 +242,8 @@ def _prefill(seq: Sequence, size: int) -> Chunk:
     assert seq.slot is not None
     start = seq.num_computed
     end = start + size
-    return Chunk(seq.slot, start, seq.tokens[start:end], int(end == len(seq.tokens)), seq.reproducible, seq.options.adapter)
+    rows = size if seq.scoring else int(end == len(seq.tokens))
+    return Chunk(seq.slot, start, seq.tokens[start:end], rows, seq.reproducible, seq.options.adapter)
 
 
 def _decode(seq: Sequence) -> Chunk:

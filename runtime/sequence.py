@@ -6,7 +6,9 @@ import enum
 import time
 from collections.abc import Callable, Iterable
 
+from edgeinfer.runtime.constraint import ConstraintState
 from edgeinfer.runtime.detokenizer import Detokenizer
+from edgeinfer.runtime.logprobs import AnswerLogprobs, PromptScores
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.slots import Lease
 from edgeinfer.runtime.stops import StopMatcher
@@ -50,6 +52,7 @@ class Sequence:
         detokenizer: Detokenizer,
         emit: Callable[[Event], None],
         options: RequestOptions = RequestOptions(),
+        constraint: ConstraintState | None = None,
         keep: int = 0,
         dropped: int = 0,
     ):
@@ -57,11 +60,14 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         self.params = params
         self.options = options
+        self.constraint = constraint
         self.keep = keep                                 # leading tokens that a context shift must leave: the system turn
         self.dropped = dropped                           # tokens that the context policy let go so far
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.stops = StopMatcher(params.stop)
+        self.logprobs = AnswerLogprobs(params.logprobs) if params.logprobs is not None else None
+        self.scores = PromptScores(self.tokens, options.prompt_logprobs) if options.prompt_logprobs is not None else None
         self.emit = emit
         self.status = Status.WAITING
         self.slot: int | None = None
@@ -122,6 +128,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Exactly the newest sampled token is missing from the KV."""
         return bool(self.token_times) and len(self.tokens) - self.num_computed == 1
+
+    @property
+    def scoring(self) -> bool:
+        """Of its prompt every row of logits is wanted, and not all have been seen yet."""
+        return self.scores is not None and not self.scores.complete
 
     @property
     def reproducible(self) -> bool:

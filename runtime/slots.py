@@ -83,6 +83,7 @@ class SlotTable:
         self._idle_tokens = cache_bytes // per_token if cache_bytes else None
         self.slots = [Slot(index) for index in range(backend.info.max_slots)]
         self.copy_tokens = backend.info.copy_tokens      # prefixes shorter than this are not copied
+        self.max_logits = backend.info.max_logits        # rows of logits of one step; 0: one a token
         self.evictions = 0
         self._tick = 0
 
