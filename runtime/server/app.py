@@ -11,8 +11,10 @@ from starlette.routing import Route
 
 from edgeinfer.runtime.server.chat import chat_completions
 from edgeinfer.runtime.server.completions import completions
+from edgeinfer.runtime.server.embeddings import embeddings
 from edgeinfer.runtime.server.endpoint import Endpoint
 from edgeinfer.runtime.server.error_replies import Refusal, http_exception
+from edgeinfer.runtime.server.openapi import openapi
 from edgeinfer.runtime.server.options import ServerOptions
 from edgeinfer.runtime.server.records import AccessLog, Records
 from edgeinfer.runtime.server.security import Security
@@ -31,12 +33,14 @@ def create_app(pool: ModelPool, metrics_of: Metrics, options: ServerOptions = Se
         routes=[
             Route("/v1/chat/completions", Endpoint(chat_completions, generates=True), methods=["POST"]),
             Route("/v1/completions", Endpoint(completions, generates=True), methods=["POST"]),
+            Route("/v1/embeddings", Endpoint(embeddings, generates=True), methods=["POST"]),
             Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
             Route("/detokenize", Endpoint(detokenize), methods=["POST"]),
             Route("/apply-template", Endpoint(apply_template), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/capabilities", capabilities),
+            Route("/openapi.json", openapi),
             Route("/health", health),
             Route("/metrics", metrics),
         ],

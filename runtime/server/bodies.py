@@ -75,11 +75,9 @@ class ChatBody(GenerationBody):
     tool_choice: StrictStr | Object | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Object | None = None
     thinking_budget: StrictInt | None = None             # tokens of thinking after which the answer must begin
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # "none": thinking stays in the content
-    chat_template_kwargs: Object | None = None
-    thinking_budget: Annotated[StrictInt, Field(ge=-1)] | None = None    # tokens of thinking at most; -1: no limit
-    reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # none: thinking stays in the content, with its tags
     metadata: Object | None = None
     store: StrictBool | None = None
 
@@ -92,6 +90,15 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     best_of: StrictInt | None = None
     suffix: StrictStr | None = None
+
+
+class EmbeddingsBody(_Body):
+    """POST /v1/embeddings"""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None          # the first so many values, made a vector of length 1 again
+    user: StrictStr | None = None
 
 
 class TokenizeBody(_Body):

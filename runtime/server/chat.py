@@ -8,16 +8,15 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from edgeinfer.errors import UnsupportedParameter
-from edgeinfer.runtime.answer_format import detect_format, template_kwargs_for
-from edgeinfer.runtime.answer_plan import AnswerPlan, plan_answer
+from edgeinfer.runtime.answer_plan import AnswerPlan
 from edgeinfer.runtime.server.bodies import ChatBody
 from edgeinfer.runtime.server.body_reader import parse
+from edgeinfer.runtime.server.chat_answers import plan_of
 from edgeinfer.runtime.server.chat_reply import ChatReply
 from edgeinfer.runtime.server.error_replies import bad_field
 from edgeinfer.runtime.server.generation import open_choices, use_model
 from edgeinfer.runtime.server.json_out import json_response
-from edgeinfer.runtime.server.parameters import Judge, bounded_choices, constraint_of, judged, request_fields, sampling_params
+from edgeinfer.runtime.server.parameters import Judge, bounded_choices, judged, request_fields, sampling_params
 from edgeinfer.runtime.server.sse import EventStream
 from edgeinfer.runtime.service import Engine
 from edgeinfer.runtime.stream import Stream
@@ -35,7 +34,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     plans: list[AnswerPlan] = []
 
     def submit() -> Iterator[Stream]:
-        plans.append(_plan(served.engine, body, judge))
+        plans.append(plan_of(served.engine, body, judge))
         return _streams(served.engine, body, plans[0], n)
 
     choices = await open_choices(request, submit, n)
@@ -43,23 +42,6 @@ async def chat_completions(request: Request) -> ASGIApp:
     if body.stream:
         return EventStream(reply.chunks(), ping_seconds=options.ping_seconds)
     return json_response(await reply.whole())
-
-
-def _plan(engine: Engine, body: ChatBody, judge: Judge) -> AnswerPlan:
-    variables = dict(body.chat_template_kwargs or {})
-    # Templates name this switch differently: asked for by its usual name, it is translated, or refused where there is none.
-    enable_thinking = variables.pop("enable_thinking", None)
-    effort = body.reasoning_effort
-    try:
-        template_kwargs_for(detect_format(engine.chat_template_source), effort, enable_thinking)
-    except UnsupportedParameter as error:
-        judge.unsupported("reasoning_effort" if effort is not None else "chat_template_kwargs", str(error))
-        effort = enable_thinking = None
-    return plan_answer(
-        engine, body.messages, tools=body.tools, tool_choice=body.tool_choice, parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=effort,
-        enable_thinking=enable_thinking, thinking_budget=None if body.thinking_budget == -1 else body.thinking_budget,
-        reasoning=body.reasoning_format != "none", template_kwargs=variables, constraint=constraint_of(body, engine),
-    )
 
 
 def _streams(engine: Engine, body: ChatBody, plan: AnswerPlan, n: int) -> Iterator[Stream]:

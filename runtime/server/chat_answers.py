@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from edgeinfer.runtime.answer_parser import ContentDelta, Delta, ReasoningDelta,
 from edgeinfer.runtime.answer_plan import AnswerPlan, plan_answer
 from edgeinfer.runtime.server.bodies import ChatBody
 from edgeinfer.runtime.server.error_replies import bad_field
+from edgeinfer.runtime.server.json_out import json_text
 from edgeinfer.runtime.server.parameters import Judge, constraint_of
-from edgeinfer.runtime.server.sse import json_text
 from edgeinfer.runtime.service import Engine
 from edgeinfer.runtime.values import FinishReason, TokenLogprob
 
@@ -106,7 +105,7 @@ def delta_json(delta: Delta) -> str:
         return f'{{"content":{json_text(delta.text)}}}'
     if isinstance(delta, ReasoningDelta):
         return f'{{"reasoning_content":{json_text(delta.text)}}}'
-    return f'{{"tool_calls":[{json.dumps(_call_chunk(delta), ensure_ascii=False)}]}}'
+    return json_text({"tool_calls": [_call_chunk(delta)]})
 
 
 def _call_chunk(delta: ToolCallDelta) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -15,10 +14,11 @@ from starlette.types import ASGIApp
 from edgeinfer.runtime.chat_format import encode_prompt
 from edgeinfer.runtime.server.bodies import CompletionBody
 from edgeinfer.runtime.server.body_reader import parse
-from edgeinfer.runtime.server.chat import progress_object
+from edgeinfer.runtime.server.chat_reply import progress_object
 from edgeinfer.runtime.server.choices import Choices, usage_object
-from edgeinfer.runtime.server.error_replies import bad_field, json_bytes, json_response
+from edgeinfer.runtime.server.error_replies import bad_field
 from edgeinfer.runtime.server.generation import open_choices, use_model
+from edgeinfer.runtime.server.json_out import event, fields_of, json_response, json_text
 from edgeinfer.runtime.server.logprobs import CompletionLogprobs
 from edgeinfer.runtime.server.parameters import Judge, bounded_choices, constraint_of, judged, request_fields, sampling_params
 from edgeinfer.runtime.server.sse import EventStream
@@ -96,12 +96,12 @@ class CompletionReply:
         logprobs: list[dict[str, list[Any]]] = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in range(count)]
         writers = [CompletionLogprobs(self._engine) for _ in range(count)]
         ends: dict[int, Finished] = {}
-        async for index, event in choices.events():
-            if isinstance(event, TextDelta):
-                texts[index].append(event.text)
-            elif isinstance(event, Finished):
-                ends[index] = event
-            for name, values in (self._logprobs(writers[index], index, event) or {}).items():
+        async for index, happened in choices.events():
+            if isinstance(happened, TextDelta):
+                texts[index].append(happened.text)
+            elif isinstance(happened, Finished):
+                ends[index] = happened
+            for name, values in (self._logprobs(writers[index], index, happened) or {}).items():
                 logprobs[index][name].extend(values)
         usages = [ends[index].usage for index in range(count)]
         answer: dict[str, Any] = {
@@ -123,14 +123,14 @@ class CompletionReply:
         """What each choice's text begins with."""
         return [text for prompt in (self._echo or [""] * len(self._prompts)) for text in [prompt] * self._n]
 
-    def _logprobs(self, writer: CompletionLogprobs, index: int, event: object) -> dict[str, Any] | None:
+    def _logprobs(self, writer: CompletionLogprobs, index: int, happened: object) -> dict[str, Any] | None:
         """What an event adds to the four lists."""
         if self._body.logprobs is None:
             return None
-        if isinstance(event, PromptLogprobs):
-            return writer.of(self._tokens[index // self._n], event.entries)
-        if isinstance(event, TextDelta) and event.logprobs:
-            entries: tuple[TokenLogprob, ...] = event.logprobs
+        if isinstance(happened, PromptLogprobs):
+            return writer.of(self._tokens[index // self._n], happened.entries)
+        if isinstance(happened, TextDelta) and happened.logprobs:
+            entries: tuple[TokenLogprob, ...] = happened.logprobs
             return writer.of([entry.token for entry in entries], entries)
         return None
 
@@ -138,33 +138,33 @@ class CompletionReply:
 
     async def chunks(self, choices: Choices) -> AsyncIterator[bytes]:
         usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        head = "data: " + json.dumps(self._common | ({"usage": None} if usage else {}), ensure_ascii=False)[:-1] + ', "choices":['
+        head = "{" + fields_of(self._common | ({"usage": None} if usage else {})) + ',"choices":['
         writers = [CompletionLogprobs(self._engine) for _ in choices.streams]
         began = False
 
         def chunk(index: int, text: str, logprobs: dict[str, Any] | None = None, finish: str | None = None, **extra: Any) -> bytes:
             choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-            tail = "," + json.dumps(extra, ensure_ascii=False, allow_nan=False)[1:-1] if extra else ""
-            return f"{head}{json.dumps(choice, ensure_ascii=False, allow_nan=False)}]{tail}}}\n\n".encode("utf-8", "replace")
+            tail = "," + fields_of(extra) if extra else ""
+            return event(f"{head}{json_text(choice)}]{tail}}}")
 
-        async for index, event in choices.events():
+        async for index, happened in choices.events():
             if not began:
                 began = True
                 for number, text in enumerate(self._echoes()):
                     if text or self._warnings:
                         yield chunk(number, text, **({"warnings": self._warnings} if self._warnings else {}))
-            logprobs = self._logprobs(writers[index], index, event)
-            if isinstance(event, TextDelta):
-                if event.text or logprobs:
+            logprobs = self._logprobs(writers[index], index, happened)
+            if isinstance(happened, TextDelta):
+                if happened.text or logprobs:
                     extra = {"timings": choices.streams[index].timings.as_dict()} if self._body.timings_per_token else {}
-                    yield chunk(index, event.text, logprobs, **extra)
-            elif isinstance(event, PromptLogprobs) and logprobs:
+                    yield chunk(index, happened.text, logprobs, **extra)
+            elif isinstance(happened, PromptLogprobs) and logprobs:
                 yield chunk(index, "", logprobs)
-            elif isinstance(event, PrefillProgress):
+            elif isinstance(happened, PrefillProgress):
                 if self._body.return_progress:
-                    yield chunk(index, "", prompt_progress=progress_object(event))
-            elif isinstance(event, Finished):
-                yield chunk(index, "", None, event.reason.value, timings=event.timings.as_dict())
+                    yield chunk(index, "", prompt_progress=progress_object(happened))
+            elif isinstance(happened, Finished):
+                yield chunk(index, "", None, happened.reason.value, timings=happened.timings.as_dict())
         if usage:
             total = usage_object(choices.usages, prompts=len(self._prompts))
-            yield b"data: " + json_bytes({**self._common, "choices": [], "usage": total}) + b"\n\n"
+            yield event(json_text({**self._common, "choices": [], "usage": total}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from edgeinfer.errors import (
     BackendFailed, BadRequest, Cancelled, ChatTemplateError, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed, ModelNotFound, OutOfMemory,
 )
+from edgeinfer.runtime.server.json_out import json_response
 
 log = logging.getLogger("edgeinfer.server")
 
@@ -63,15 +63,6 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(status, str(error), code=error.code, param=param, headers=retry)
     log.error("A request failed unexpectedly.", exc_info=error)
     return Refusal(500, "The server failed on this request; its log says why.", code="internal_error")
-
-
-def json_bytes(value: Any) -> bytes:
-    """JSON as compact UTF-8. NaN and infinities are a programming error, never sent."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json_bytes(value), status, headers, "application/json")
 
 
 def reply_to(error: Exception) -> Response:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from starlette.types import Message, Receive, Scope, Send
 
-from edgeinfer.runtime.server.error_replies import json_bytes, refusal_of
+from edgeinfer.runtime.server.error_replies import refusal_of
+from edgeinfer.runtime.server.json_out import event, json_text
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
-
-# Of a string, without building an encoder for every token.
-json_text = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class EventStream:
@@ -41,7 +38,7 @@ class EventStream:
         except Exception as error:
             if not self._started:
                 raise
-            last = b"data: " + json_bytes(refusal_of(error).as_dict()) + b"\n\n"
+            last = event(json_text(refusal_of(error).as_dict()))
         finally:
             pinging.cancel()
         await self._send(send, last, more=False)

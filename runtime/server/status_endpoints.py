@@ -7,8 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.runtime.server.error_replies import Refusal, json_response
-from edgeinfer.runtime.server.pool import ModelStatus
+from edgeinfer.runtime.answer_format import detect_format
+from edgeinfer.runtime.server.bodies import ChatBody, CompletionBody
+from edgeinfer.runtime.server.error_replies import Refusal
+from edgeinfer.runtime.server.json_out import json_response
+from edgeinfer.runtime.server.pool import ModelStatus, Served
+from edgeinfer.runtime.values import MAX_LOGPROBS
 
 
 async def health(request: Request) -> Response:
@@ -57,15 +61,29 @@ async def capabilities(request: Request) -> Response:
     options = request.app.state.options
     return json_response({
         "object": "list", "lenient": options.lenient,
-        "limits": {"max_body_bytes": options.max_body_bytes, "max_messages": options.max_messages, "max_choices": options.max_choices, "max_logprobs": 20},
-        "data": [_capabilities(status) for status in request.app.state.pool.status() if status.info is not None],
+        "limits": {
+            "max_body_bytes": options.max_body_bytes, "max_messages": options.max_messages, "max_choices": options.max_choices, "max_logprobs": MAX_LOGPROBS,
+        },
+        "data": [_capabilities(served) for served in request.app.state.pool.loaded()],
     })
 
 
-def _capabilities(status: ModelStatus) -> dict[str, Any]:
-    info = status.info
-    assert info is not None
+def _capabilities(served: Served) -> dict[str, Any]:
+    info = served.engine.info
+    format = detect_format(served.engine.chat_template_source)
+    # An adapter can be named only where there is one; switches of thinking only where there is any thinking.
+    absent = {"best_of", "suffix", *(() if info.adapters else ("lora",))}
+    unthinking = set() if format.reasoning else {"thinking_budget", "reasoning_format"}
     return {
-        "id": status.name, "engine": info.engine, "device": info.device, "n_ctx": info.n_ctx,
-        "context_policies": ["error", "truncate_middle", *(["shift"] if info.can_shift else [])], "lora": list(info.adapters),
+        "id": served.name, "engine": info.engine, "device": info.device, "n_ctx": info.n_ctx,
+        "parameters": {
+            "chat": sorted(set(ChatBody.model_fields) - absent - unthinking), "completions": sorted(set(CompletionBody.model_fields) - absent),
+        },
+        "context_policies": ["error", "truncate_middle", *(["shift"] if info.can_shift else [])],
+        "lora": list(info.adapters),
+        "chat": served.engine.chat_template_source is not None,
+        "tools": {"format": format.tools.name, "in_template": format.renders_tools},
+        "reasoning": {"tags": list(format.reasoning), "switches": sorted(format.switches)} if format.reasoning else None,
+        "structured_output": ["json_object", "json_schema", "grammar", "regex", "lark"],
+        "embeddings": info.can_embed,
     }

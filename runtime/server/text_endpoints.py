@@ -10,8 +10,9 @@ from starlette.types import ASGIApp
 
 from edgeinfer.runtime.server.bodies import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from edgeinfer.runtime.server.body_reader import parse
-from edgeinfer.runtime.server.error_replies import bad_field, json_response
+from edgeinfer.runtime.server.error_replies import bad_field
 from edgeinfer.runtime.server.generation import use_model
+from edgeinfer.runtime.server.json_out import json_response
 from edgeinfer.runtime.service import Engine
 
 
