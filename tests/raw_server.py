@@ -56,6 +56,8 @@ def raw_server(answer: Callable[[Request], Iterable[bytes | None]], *, tls: ssl.
                     await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             server.left.set()
+        except asyncio.CancelledError:                   # the test is over
+            pass
         finally:
             writer.close()
 

@@ -43,12 +43,18 @@ class ResultFile:
             raise
 
     def add(self, request: BatchRequest, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+        """Append a line, whole or not at all. ``response``: what came back, of whatever status; ``error``: why nothing did."""
         line = {"id": request.id, "custom_id": request.custom_id, "response": response, "error": error}
         try:
             data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
         except UnicodeEncodeError:                       # half a surrogate pair, which only its escape can write
             data = (json.dumps(line) + "\n").encode()
-        _write(self._handle, data)
+        size = os.fstat(self._handle).st_size
+        try:
+            _write(self._handle, data)
+        except OSError as error:                         # the disk is full
+            os.ftruncate(self._handle, size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.done[request.custom_id] = _answered(line)
 
     def close(self) -> None:

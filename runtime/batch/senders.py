@@ -67,7 +67,7 @@ class InProcess:
             if unread:
                 return unread.pop()
             await asyncio.Event().wait()                 # this client does not leave; when it is cancelled, the application is too
-            raise AssertionError("unreachable")
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             nonlocal status, headers

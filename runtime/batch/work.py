@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from edgeinfer.errors import ServerFailed, ServerUnreachable
 from edgeinfer.runtime.batch.requests import BatchRequest, RequestFile
 from edgeinfer.runtime.batch.results import ResultFile
-from edgeinfer.runtime.batch.senders import Reply, Sender
+from edgeinfer.runtime.batch.senders import Sender
 
-TRIES = 6                                # of one request, where its answerer is busy or breaks off
+TRIES = 8                                # of one request, where its answerer is busy or gone: it may be starting anew
+BROKEN_TRIES = 3                         # where it breaks off or goes silent: the request itself may be what it does not bear
 _BUSY = (429, 503)
 _LONGEST_PAUSE_S = 60.0
 
@@ -47,25 +49,21 @@ async def answer(
 async def _outcome(source: RequestFile, request: BatchRequest, sender: Sender, sleep: Sleep) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Response and error of the line."""
     url, body = source.body(request)
-    for turn in range(TRIES):
+    broken = 0
+    for turn in itertools.count():
         last = turn == TRIES - 1
+        pause = None
         try:
             reply = await sender.send(url, body)
         except ServerUnreachable:
             if last:
                 raise
-            pause = None
         except ServerFailed as error:
-            if last:
+            broken += 1
+            if last or broken == BROKEN_TRIES:
                 return None, {"code": error.code, "message": str(error)}
-            pause = None
         else:
             if reply.status not in _BUSY or last:
-                return _response(reply), None
+                return {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}, None
             pause = reply.retry_after_s
         await sleep(min(2.0**turn / 2 if pause is None else pause, _LONGEST_PAUSE_S))
-    raise AssertionError("unreachable")
-
-
-def _response(reply: Reply) -> dict[str, Any]:
-    return {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
