@@ -124,4 +124,5 @@ def _xml_value(rule: str, value: Any, schema: Mapping[str, Any]) -> str:
 
 
 def _text_rule(rule: str, value: Any) -> list[str]:
-    return [f"{rule}_text[suffix={json.dumps(_END_PARAMETER)}]: /(?s:.*)/"] if _is_text(value) else []
+    # The parser ends a text at the first tag that could close it, whatever stands before it.
+    return [f"{rule}_text: {rule}_said \"\\n\"", f'{rule}_said[suffix="</parameter>"]: /(?s:.*)/'] if _is_text(value) else []

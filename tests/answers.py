@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from edgeinfer.runtime.answer_format import AnswerFormat
 from edgeinfer.runtime.answer_parser import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from edgeinfer.runtime.backends.fake import ByteVocab
 from edgeinfer.runtime.tool_formats import table
 
 THINK = ("<think>", "</think>")
@@ -17,6 +18,25 @@ FORMATS = {
         table.GENERIC, table.QWEN_XML, table.SEED_XML, table.GEMMA4, table.FUNCTION_GEMMA, table.LFM2,
     )
 }
+
+
+class TagVocab(ByteVocab):
+    """Bytes, and ``tags`` as control tokens from 258 on."""
+
+    def __init__(self, tags=(), **options):
+        super().__init__([tag.encode() for tag in tags], **options)
+
+    def token_bytes(self, token):
+        return super().token_bytes(token) if token < 258 else b""
+
+    def token_text(self, token):
+        return super().token_text(token) if token < 258 else self.extra[token - 258].decode()
+
+    def encode(self, text, *, add_special, parse_special, opening=True):
+        whole = text.encode() if parse_special else None
+        return [258 + self.extra.index(whole)] if whole in self.extra else super().encode(
+            text, add_special=add_special, parse_special=parse_special, opening=opening
+        )
 
 
 def answers(name: str, reasoning: tuple[str, str] | None = THINK) -> AnswerFormat:

@@ -90,7 +90,7 @@ class XmlCalls(CallParser):
         return True
 
     def _value(self) -> bool:
-        """A value runs to its closing tag, or to that of the function where the model forgot the first."""
+        """A value runs to its closing tag, or to that of the function, on a line of its own, where the model forgot the first."""
         if self._trim:
             # One line end at each side is layout.
             if self._text in ("", "\r") and not self._ended:
@@ -99,15 +99,16 @@ class XmlCalls(CallParser):
             self._trim = False
             if self._streams:
                 self._open_value('"')
-        found = first_tag(self._text, (_END_PARAMETER, _END_FUNCTION))
+        found = first_tag(self._text, (_END_PARAMETER, "\n" + _END_FUNCTION))
         if found is not None:
-            value = re.sub(r"\r?\n\Z", "", self._text[: found[0]])
-            self._take(found[0] + (len(_END_PARAMETER) if found[1] == _END_PARAMETER else 0))
+            at, tag = found
+            value = re.sub(r"\r?\n\Z", "", self._text[: at if tag == _END_PARAMETER else at + 1])
+            self._take(at + (len(tag) if tag == _END_PARAMETER else 1))
             self._more(_escaped(value) + '"') if self._streams else self._open_value(_as_json(value, _property(self._schema, self._key)))
             self._state = self._between
             return True
         if self._streams:
-            ends = [line + tag for line in ("", "\n", "\r\n") for tag in (_END_PARAMETER, _END_FUNCTION)]
+            ends = [_END_PARAMETER, *(line + tag for line in ("\n", "\r\n") for tag in (_END_PARAMETER, _END_FUNCTION))]
             self._more(_escaped(self._take(len(self._text) if self._ended else open_start(self._text, ends))))
         elif self._ended:
             self._open_value(json.dumps(self._take(len(self._text)), ensure_ascii=False)[:-1])
