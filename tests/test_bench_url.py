@@ -254,7 +254,7 @@ def test_an_interrupt_keeps_what_was_finished_and_hangs_up(when, how, caplog) ->
     finally:
         signal.signal(signal.SIGTERM, before)
     assert report.interrupted and [each.name for each in report.scenarios] == (["single"] if when == "burst" else [])
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.threadName != "server"] == []      # asyncio has nothing to complain about in the clients
 
 
 # -------------------------------------------------------------------------------------------------------------- command line
