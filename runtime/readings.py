@@ -36,13 +36,13 @@ class Snapshot:
             names.setdefault(sample.name, []).append(sample)
         return names
 
-    def named(self, name: str, **labels: str) -> Iterator[Sample]:
+    def named(self, name: str, /, **labels: str) -> Iterator[Sample]:
         """Samples of ``edgeinfer_<name>`` that carry all of ``labels``."""
         for sample in self._by_name.get(PREFIX + name, ()):
             if all(sample.labels.get(key) == value for key, value in labels.items()):
                 yield sample
 
-    def total(self, name: str, **labels: str) -> float | None:
+    def total(self, name: str, /, **labels: str) -> float | None:
         """Their sum; None where there is none, or it is no number."""
         values = [sample.value for sample in self.named(name, **labels)]
         total = sum(values)
@@ -90,6 +90,26 @@ class ModelReadings:
     alarms: tuple[Alarm, ...] = ()
 
 
+@dataclass(frozen=True)
+class GPUReadings:
+    """One GPU of the server's machine, all its users together."""
+
+    index: str
+    name: str
+    utilisation: float | None            # 0 .. 1
+    memory_used: float | None            # bytes
+    memory_total: float | None
+
+
+@dataclass(frozen=True)
+class ServerReadings:
+    """All of one look at a server."""
+
+    models: tuple[ModelReadings, ...]
+    resident_bytes: float | None = None  # memory of the server's process
+    gpus: tuple[GPUReadings, ...] = ()
+
+
 SHARES = ("prefix_hit_share", "accept_rate", "utilisation", "kv_fill", "kv_idle")
 NUMBERS = (
     "running", "waiting", "first_token_ms", "first_token_p50_ms", "first_token_p99_ms", "itl_p50_ms", "itl_p99_ms", "decode_tokens_per_second",
@@ -106,6 +126,17 @@ def read(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = 
     """
     keys = {(sample.labels.get("model_name", ""), sample.labels.get("engine", "")) for sample in now.named("engine_busy_seconds_total")}
     return tuple(_read_model(model, engine, now, recent, base) for model, engine in sorted(keys))
+
+
+def read_server(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = None) -> ServerReadings:
+    """The models as by `read`, and the machine below them."""
+    resident = next((sample.value for sample in now.samples if sample.name == "process_resident_memory_bytes"), None)
+    names = {sample.labels.get("gpu", ""): sample.labels.get("gpu_name", "") for sample in now.named("gpu_memory_total_bytes")}
+    gpus = (
+        GPUReadings(index, name, *(now.total(metric, gpu=index) for metric in ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_memory_total_bytes")))
+        for index, name in sorted(names.items())
+    )
+    return ServerReadings(read(now, recent, base), resident, tuple(gpus))
 
 
 def _read_model(model: str, engine: str, now: Snapshot, recent: Snapshot | None, base: Snapshot | None) -> ModelReadings:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from edgeinfer.runtime.alarms import AlarmRule, Alarms
+from edgeinfer.runtime.alarms import LOG, AlarmRule, Alarms
 from edgeinfer.runtime.readings import Snapshot, read
 
 if TYPE_CHECKING:
@@ -21,9 +21,14 @@ async def watch(metrics: Metrics, rules: Iterable[AlarmRule], *, every_s: float 
     """Runs until it is cancelled."""
     alarms = Alarms(rules)
     looks: deque[Snapshot] = deque(maxlen=max(1, round(window_s / every_s)))
-    while True:
-        look(metrics, alarms, looks, await asyncio.to_thread(metrics.snapshot))
-        await asyncio.sleep(every_s)
+    try:
+        while True:
+            look(metrics, alarms, looks, await asyncio.to_thread(metrics.snapshot))
+            await asyncio.sleep(every_s)
+    except Exception:
+        # Nobody waits for this task: without a word, alarms would just stay as they are.
+        LOG.exception("the alarms are no longer watched")
+        raise
 
 
 def look(metrics: Metrics, alarms: Alarms, looks: deque[Snapshot], now: Snapshot) -> None:
