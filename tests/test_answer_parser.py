@@ -53,9 +53,12 @@ def test_real_templates():
 @pytest.mark.parametrize(
     ("source", "switches"),
     [
-        ("{% if enable_thinking is defined %}x{% endif %}", {"enable_thinking"}), ("{{ message.thinking }}{{ 'thinking' }}thinking", set()),
-        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", {"thinking"}), ("{# enable_thinking #}{{ '{{ thinking }}' }}", set()),
-        ("{{- 'Reasoning: ' + reasoning_effort }}", {"reasoning_effort"}), ('{{ x["thinking"] }}{{ "it\'s" }}{{ thinking_budget }}', {"thinking_budget"}),
+        ("{% if enable_thinking is defined %}x{% endif %}", {"enable_thinking"}),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", {"thinking"}),
+        ("{{ message.thinking }}{{ 'thinking' }}thinking", set()),
+        ("{# enable_thinking #}{{ '{{ thinking }}' }}", set()),
+        ("{{- 'Reasoning: ' + reasoning_effort }}", {"reasoning_effort"}),
+        ('{{ x["thinking"] }}{{ "it\'s" }}{{ thinking_budget }}', {"thinking_budget"}),
     ],
 )
 def test_switches_are_variables_of_the_template(source, switches):

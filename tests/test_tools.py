@@ -77,7 +77,8 @@ def test_choices():
     [
         ("sometimes", "tool_choice must be"), (5, "tool_choice must be"), ([], "tool_choice must be"), ({"type": "x"}, "tool_choice must be"),
         ({"type": "function"}, "tool_choice must name"), ({"type": "function", "function": {"name": "nobody"}}, "'nobody', which is not among"),
-        ({"type": "allowed_tools"}, "allowed_tools must have"), ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "must have"),
+        ({"type": "allowed_tools"}, "allowed_tools must have"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "must have"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [5]}}, r"allowed_tools\.tools\[0\] must name"),
     ],
 )
@@ -98,7 +99,10 @@ CALLS = [
     {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
     {"id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
 ]
-RESULTS = [{"role": "tool", "tool_call_id": "1", "content": "one"}, {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "two"}]}]
+RESULTS = [
+    {"role": "tool", "tool_call_id": "1", "content": "one"},
+    {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "two"}]},
+]
 
 
 def test_definitions_join_the_system_turn():

@@ -76,7 +76,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: Object | None = None
-    thinking_budget: StrictInt | None = None             # tokens of thinking after which the answer must begin
+    thinking_budget: StrictInt | None = None             # tokens of thinking after which the answer must begin; -1: no limit
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # "none": thinking stays in the content
     metadata: Object | None = None
     store: StrictBool | None = None

@@ -33,8 +33,8 @@ def plan_of(engine: Engine, body: ChatBody, judge: Judge) -> AnswerPlan:
     try:
         return plan_answer(
             engine, body.messages, tools=body.tools, tool_choice=body.tool_choice, parallel_tool_calls=body.parallel_tool_calls, **asked,
-            thinking_budget=body.thinking_budget, reasoning=body.reasoning_format != "none", template_kwargs=variables,
-            constraint=constraint_of(body, engine),
+            thinking_budget=None if body.thinking_budget == -1 else body.thinking_budget, reasoning=body.reasoning_format != "none",
+            template_kwargs=variables, constraint=constraint_of(body, engine),
         )
     except BadRequest as error:
         param = next((name for name in ("tools", "tool_choice", "thinking_budget", "reasoning_effort") if str(error).startswith(name)), None)
