@@ -52,6 +52,11 @@ class Block(Widget):
 
     rows: reactive[tuple[Row, ...]] = reactive(())
 
+    def __init__(self, rows: tuple[Row, ...]) -> None:
+        super().__init__()
+        self.set_reactive(Block.rows, rows)
+        self.watch_rows(rows)
+
     def watch_rows(self, rows: tuple[Row, ...]) -> None:
         """As tall as there are rows."""
         self.styles.height = max(1, len(rows))
@@ -82,6 +87,7 @@ class MonitorApp(App[None]):
         self._history = History()
         self._readings: ServerReadings | None = None
         self._seen = 0.0
+        self._showing = asyncio.Lock()                   # a look and a change of the window's size may meet
 
     def compose(self) -> ComposeResult:
         yield ConnectionLine()
@@ -119,15 +125,15 @@ class MonitorApp(App[None]):
 
     async def _show(self) -> None:
         """Put the newest readings on the screen; blocks are kept, so that a reader's place in a long list is too."""
-        view = self.query_one(VerticalScroll)
-        view.set_class(bool(self._line.problem), "stale")
-        if self._readings is None:
-            return
-        blocks = server_rows(self._readings, max(20, self.size.width - 5), self._history)
-        shown = list(view.query(Block))
-        for widget in shown[len(blocks):]:
-            await widget.remove()
-        if len(shown) < len(blocks):
-            await view.mount_all(Block() for _ in blocks[len(shown):])
-        for widget, rows in zip(view.query(Block), blocks):
-            widget.rows = tuple(rows)
+        async with self._showing:
+            view = self.query_one(VerticalScroll)
+            view.set_class(bool(self._line.problem), "stale")
+            if self._readings is None:
+                return
+            blocks = server_rows(self._readings, max(20, self.size.width - 5), self._history)
+            shown = list(view.query(Block))
+            for widget in shown[len(blocks):]:
+                await widget.remove()
+            await view.mount_all(Block(tuple(rows)) for rows in blocks[len(shown):])
+            for widget, rows in zip(shown, blocks):
+                widget.rows = tuple(rows)
