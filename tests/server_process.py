@@ -44,6 +44,7 @@ class Server:
     app: Any
     metrics: Any
     pool: Any
+    loop: asyncio.AbstractEventLoop
 
     @property
     def v1(self) -> str:
@@ -95,9 +96,11 @@ def serving(engines: Any, *, metrics: Any = None, **options: Any) -> Iterator[Se
     server = uvicorn.Server(config)
     ready = threading.Event()
     address: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
     problems: list[BaseException] = []
 
     async def main() -> None:
+        loops.append(asyncio.get_running_loop())
         try:
             await pool.start()
             serve = asyncio.create_task(server.serve())
@@ -119,7 +122,7 @@ def serving(engines: Any, *, metrics: Any = None, **options: Any) -> Iterator[Se
     if problems:
         raise problems[0]
     try:
-        yield Server(f"http://127.0.0.1:{address[0]}", app, counted, pool)
+        yield Server(f"http://127.0.0.1:{address[0]}", app, counted, pool, loops[0])
     finally:
         server.should_exit = True
         thread.join(60)

@@ -78,6 +78,9 @@ class CompletionReply:
             fields["constraint"] = constraint
         if self._body.echo and self._body.logprobs is not None:
             fields["prompt_logprobs"] = self._body.logprobs
+            if params.max_tokens == 1:
+                # Evaluation harnesses drop the entry of the one token after the text they score: it must be there even where that token ends the turn.
+                params = replace(params, ignore_eos=True)
         for prompt in self._prompts:
             tokens = encode_prompt(self._engine.vocab, prompt) if isinstance(prompt, str) else prompt
             self._tokens.append(tokens)
