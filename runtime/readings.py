@@ -12,6 +12,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 PREFIX = "edgeinfer_"
+_PROCESS_MEMORY = "process_resident_memory_bytes"
+_FIRST_TOKEN, _GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
+NEEDED = (
+    _PROCESS_MEMORY, *(f"{PREFIX}{name}" for name in (
+        _FIRST_TOKEN, _GAP, "alarm", "build_info", "decode_", "engine_", "generation_tokens_total", "gpu_", "kv_cache_", "max_num_seqs", "memory_bytes",
+        "num_requests_", "prefill_tokens_total", "prefix_cache_hits_total", "prefix_cache_queries_total", "request_failed_total", "request_success_total",
+        "spec_decode_",
+    )),
+)
+"""What the names of all samples begin with that `read_server` looks at."""
 
 
 class Sample(NamedTuple):
@@ -72,7 +82,7 @@ class ModelReadings:
     max_seqs: float | None = None        # requests that may run at once
     running: float | None = None
     waiting: float | None = None
-    first_token_ms: float | None = None  # mean over the answers that ended between the two looks; so are the next
+    first_token_ms: float | None = None  # mean
     first_token_p50_ms: float | None = None
     first_token_p99_ms: float | None = None
     itl_p50_ms: float | None = None
@@ -121,8 +131,9 @@ NUMBERS = (
 def read(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = None) -> tuple[ModelReadings, ...]:
     """Every model that ``now`` knows, by name.
 
-    Rates are those between ``recent`` and ``now``; None without it. Latencies and shares of counts are of what was added since ``base``, by default
-    since the server started. A counter that is smaller than it was belongs to a server that was started anew, and counts from zero.
+    Rates are those between ``recent`` and ``now``; None without it. The mean of the first-token times and the batch fill are of what was added since
+    ``recent``, quantiles and the other shares since ``base``; without them, since the server started. A counter that is smaller than it was belongs to a
+    server that was started anew, and counts from zero.
     """
     keys = {(sample.labels.get("model_name", ""), sample.labels.get("engine", "")) for sample in now.named("engine_busy_seconds_total")}
     return tuple(_read_model(model, engine, now, recent, base) for model, engine in sorted(keys))
@@ -130,7 +141,7 @@ def read(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = 
 
 def read_server(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = None) -> ServerReadings:
     """The models as by `read`, and the machine below them."""
-    resident = next((sample.value for sample in now.samples if sample.name == "process_resident_memory_bytes"), None)
+    resident = next((sample.value for sample in now.samples if sample.name == _PROCESS_MEMORY), None)
     names = {sample.labels.get("gpu", ""): sample.labels.get("gpu_name", "") for sample in now.named("gpu_memory_total_bytes")}
     gpus = (
         GPUReadings(index, name, *(now.total(metric, gpu=index) for metric in ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_memory_total_bytes")))
@@ -158,7 +169,7 @@ def _read_model(model: str, engine: str, now: Snapshot, recent: Snapshot | None,
     info = next(now.named("engine_info", **labels), None)
     about = info.labels if info is not None else {}
     device = about.get("device", "")
-    mean = share("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count", base)
+    mean = share(f"{_FIRST_TOKEN}_sum", f"{_FIRST_TOKEN}_count", recent)
     busy = rate("engine_busy_seconds_total")
     gpu = _gpu(device, now)
     return ModelReadings(
@@ -171,10 +182,10 @@ def _read_model(model: str, engine: str, now: Snapshot, recent: Snapshot | None,
         running=now.total("num_requests_running", **labels),
         waiting=now.total("num_requests_waiting", **labels),
         first_token_ms=None if mean is None else 1e3 * mean,
-        first_token_p50_ms=milliseconds("time_to_first_token_seconds", 0.5),
-        first_token_p99_ms=milliseconds("time_to_first_token_seconds", 0.99),
-        itl_p50_ms=milliseconds("inter_token_latency_seconds", 0.5),
-        itl_p99_ms=milliseconds("inter_token_latency_seconds", 0.99),
+        first_token_p50_ms=milliseconds(_FIRST_TOKEN, 0.5),
+        first_token_p99_ms=milliseconds(_FIRST_TOKEN, 0.99),
+        itl_p50_ms=milliseconds(_GAP, 0.5),
+        itl_p99_ms=milliseconds(_GAP, 0.99),
         prefix_hit_share=share("prefix_cache_hits_total", "prefix_cache_queries_total", base),
         accept_rate=share("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total", base),
         decode_tokens_per_second=rate("generation_tokens_total"),

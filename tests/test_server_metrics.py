@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.errors import BadRequest
+from edgeinfer.runtime.alarms import Alarms
 from edgeinfer.runtime.backends.fake import ScriptedBackend
-from edgeinfer.runtime.readings import Snapshot, quantile_of, read
+from edgeinfer.runtime.readings import NEEDED, Snapshot, quantile_of, read, read_server
 from edgeinfer.runtime.server.histogram import Histogram
 from edgeinfer.runtime.server.metrics import COMPATIBLE, ENGINE_COUNTERS, HISTOGRAMS, Metrics, miss_reason, parse
 from edgeinfer.runtime.server.nvml import GPU, open_nvml
@@ -193,6 +194,26 @@ def test_no_counter_ever_goes_backwards(acts):
     finally:
         for left in pool.engines.values():
             left.close()
+
+
+def test_what_the_monitor_takes_of_an_exposition_is_enough(pool):
+    pool.engines["m"] = engine()
+    metrics = Metrics(pool, gpus=lambda: (GPU(0, "H200", 0.5, 1, 2, 3.0),))
+    metrics.set_alarms(Alarms().look(read(metrics.snapshot()), 0.0))
+    for _ in range(3):
+        ask(metrics, pool)
+    now = metrics.snapshot()
+    taken = replace(now, samples=tuple(sample for sample in now.samples if sample.name.startswith(NEEDED)))
+    assert read_server(taken) == read_server(now) and len(taken.samples) < len(now.samples) / 2
+
+
+def test_embeddings_are_counted(pool):
+    pool.engines["m"] = engine()
+    metrics = Metrics(pool)
+    metrics.embedded("m", inputs=3, prompt_tokens=40)
+    metrics.embedded("m", inputs=1, prompt_tokens=2)
+    found = totals(metrics, model_name="m", engine="fake")
+    assert (found["embedding_inputs_total"], found["embedding_tokens_total"]) == (4, 42)
 
 
 def test_misses_become_a_few_stable_words(pool):

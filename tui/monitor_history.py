@@ -26,12 +26,10 @@ class History:
     def add(self, now: Snapshot) -> ServerReadings:
         """The readings of this moment."""
         readings = read_server(now, self._before(now, RATE_S), self._before(now, LATENCY_S))
-        # Of the first-token time the line shows what is new, not the same mean for a minute.
-        lately = {(model.model, model.engine): model for model in read_server(now, None, self._before(now, RATE_S)).models}
         for model in readings.models:
             for name in TRACED:
-                source = lately[model.model, model.engine] if name == "first_token_ms" and self._snapshots else model
-                self._line(model, name).append(getattr(source, name) if self._snapshots or name in ("kv_fill", "running") else None)
+                # What was counted before the first look is of no moment that the line shows.
+                self._line(model, name).append(getattr(model, name) if self._snapshots or name in ("kv_fill", "running") else None)
         self._snapshots.append(now)
         while now.at - self._snapshots[0].at > 2 * LATENCY_S:
             self._snapshots.popleft()

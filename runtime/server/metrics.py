@@ -158,14 +158,21 @@ class Metrics:
         with self._lock:
             self._count("request_refused_total", model if known else "", code)
 
+    def embedded(self, model: str, *, inputs: int, prompt_tokens: int) -> None:
+        """Vectors were made of ``inputs`` texts."""
+        with self._lock:
+            key = self._engines.key(model)
+            self._count("embedding_inputs_total", *key, by=inputs)
+            self._count("embedding_tokens_total", *key, by=prompt_tokens)
+
     def set_alarms(self, states: Iterable[AlarmState]) -> None:
         """The alarms as they are now; they are exported until the next call."""
         with self._lock:
             self._alarms = tuple(states)
 
-    def _count(self, name: str, *labels: str) -> None:
+    def _count(self, name: str, *labels: str, by: int = 1) -> None:
         counts = self._counts[name]
-        counts[labels] = counts.get(labels, 0) + 1
+        counts[labels] = counts.get(labels, 0) + by
 
     # -------------------------------------------------------------------------------------------------------------- reading
 
@@ -196,13 +203,14 @@ class Metrics:
             for key, histogram in self._histograms[name].items():
                 histograms.add_metric(key, histogram.buckets(), histogram.sum)
             yield histograms
-        for name, (label, text) in _COUNTS.items():
-            yield _counter(name, text, self._counts[name], (*LABELS, label) if name != "request_refused_total" else ("model_name", label))
+        for name, (labels, text) in _COUNTS.items():
+            yield _counter(name, text, self._counts[name], labels)
         totals = self._engines.totals()
         for name, (field, text) in ENGINE_COUNTERS.items():
             yield _counter(name, text, {key: values[field] for key, values in totals.items()}, LABELS)
         for name, (value, text) in ENGINE_GAUGES.items():
             yield _gauge(name, text, {_key(served): value(served, stats) for served, stats in loaded}, LABELS)
+        yield _gauge("build_info", "The version of edgeinfer; always 1.", {(__version__,): 1}, ("version",))
         yield from self._about(loaded)
         yield from self._alarm_families()
         yield from _gpu_families(self._gpus())
@@ -214,9 +222,9 @@ class Metrics:
             info = served.engine.info
             memory[*_key(served), "weights"] = info.weight_bytes
             memory[*_key(served), "kv"] = info.kv_bytes_per_token * stats.kv_cells
-            infos[*_key(served), info.device, info.quantization, info.kv_type, str(info.n_ctx), __version__] = 1
+            infos[*_key(served), info.device, info.quantization, info.kv_type, str(info.n_ctx)] = 1
         yield _gauge("memory_bytes", "Memory of a loaded model by what it holds.", memory, (*LABELS, "kind"))
-        yield _gauge("engine_info", "What a loaded model runs on; always 1.", infos, (*LABELS, "device", "quantization", "kv_type", "n_ctx", "version"))
+        yield _gauge("engine_info", "What a loaded model runs on; always 1.", infos, (*LABELS, "device", "quantization", "kv_type", "n_ctx"))
 
     def _alarm_families(self) -> Iterator[Metric]:
         labels = (*LABELS, "name")
@@ -228,12 +236,14 @@ class Metrics:
 
 
 _COUNTS = {
-    "request_success_total": ("finished_reason", "Answers that ended without an error, by reason."),
-    "request_failed_total": ("code", "Answers that ended with an error, by its code."),
-    "request_refused_total": ("code", "Requests that were refused, by the error's code."),
-    "prefix_cache_misses_total": ("reason", "Requests that reused less than hoped of the KV cache, by reason."),
+    "request_success_total": ((*LABELS, "finished_reason"), "Answers that ended without an error, by reason."),
+    "request_failed_total": ((*LABELS, "code"), "Answers that ended with an error, by its code."),
+    "request_refused_total": (("model_name", "code"), "Requests that were refused, by the error's code."),
+    "prefix_cache_misses_total": ((*LABELS, "reason"), "Requests that reused less than hoped of the KV cache, by reason."),
+    "embedding_inputs_total": (LABELS, "Inputs of which vectors were made."),
+    "embedding_tokens_total": (LABELS, "Tokens of these inputs."),
 }
-"""Counted by the endpoints' reports: the label beside the model's, and what it is."""
+"""Counted by the endpoints' reports."""
 
 
 def miss_reason(sentence: str) -> str:
