@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import threading
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,11 +18,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.errors import BadRequest
-from edgeinfer.runtime.alarms import Alarms
+from edgeinfer.runtime.alarms import Alarms, rules_from
 from edgeinfer.runtime.backends.fake import ScriptedBackend
-from edgeinfer.runtime.readings import NEEDED, Snapshot, quantile_of, read, read_server
+from edgeinfer.runtime.readings import NEEDED, NUMBERS, Snapshot, quantile_of, read, read_server
 from edgeinfer.runtime.server.histogram import Histogram
-from edgeinfer.runtime.server.metrics import COMPATIBLE, ENGINE_COUNTERS, HISTOGRAMS, Metrics, miss_reason, parse
+from edgeinfer.runtime.server.metrics import COMPATIBLE, ENGINE_COUNTERS, HISTOGRAMS, MISS_REASONS, Metrics, miss_reason, parse
 from edgeinfer.runtime.server.nvml import GPU, open_nvml
 from edgeinfer.runtime.service import Engine
 
@@ -331,3 +335,56 @@ def test_no_library_or_driver_means_no_gpu(monkeypatch, pool):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert open_nvml() is None
     assert not any(name.startswith("gpu_") for name in totals(Metrics(pool)))
+
+
+# ---------------------------------------------------------------------------------------------------------- documents about them
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def exported(pool, metrics) -> set[str]:
+    """Names of everything that this server can export: families, and what Prometheus sees of a histogram."""
+    names = set()
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        if family.type == "histogram":
+            names |= {f"{family.name}{suffix}" for suffix in ("_bucket", "_count", "_sum")}
+        names.add(family.name + ("_total" if family.type == "counter" else ""))
+    return names
+
+
+@pytest.fixture
+def everything(pool):
+    pool.engines["m"] = engine()
+    return exported(pool, Metrics(pool, gpus=lambda: (GPU(0, "H200", 0.5, 1, 2, 3.0),)))
+
+
+def test_the_dashboard_shows_what_is_exported(everything):
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text("utf-8"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    shown = set()
+    for panel in panels:
+        assert panel["title"] and panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            assert all(target["expr"].count(left) == target["expr"].count(right) for left, right in ("()", "[]", "{}"))
+            shown |= set(re.findall(r"\b(?:edgeinfer|process)_\w+", target["expr"]))
+    assert shown <= everything, shown - everything
+    shown = {name.removesuffix("_bucket").removesuffix("_count") for name in shown}
+    assert {f"edgeinfer_{name}" for name in (*HISTOGRAMS, *ENGINE_COUNTERS)} <= shown
+    cells = [(panel["gridPos"]["x"], panel["gridPos"]["y"], panel["gridPos"]["w"], panel["gridPos"]["h"]) for panel in dashboard["panels"]]
+    for at, (x, y, w, h) in enumerate(cells):
+        assert x + w <= 24 and not any(x < x2 + w2 and x2 < x + w and y < y2 + h2 and y2 < y + h for x2, y2, w2, h2 in cells[at + 1:])
+
+
+def test_the_manual_lists_exactly_what_is_exported(everything):
+    manual = (DOCS / "monitoring.md").read_text("utf-8")
+    listed = {name for name in re.findall(r"`(?:edgeinfer_)?([a-z0-9_]+)(?:\{[^`]*\})?`", manual.partition("## Metrics")[2].partition("\n## ")[0])}
+    ours = {name.removeprefix("edgeinfer_") for name in everything if name.startswith("edgeinfer_") and not name.endswith(("_bucket", "_count", "_sum"))}
+    assert listed >= ours, ours - listed
+    assert listed <= ours | {"edgeinfer_", "model_name", "engine", "process_resident_memory_bytes"} | {name for names in LABEL_WORDS for name in names}, listed - ours
+    assert set(NUMBERS) <= set(re.findall(r"`(\w+)`", manual))
+    rules = rules_from(tomllib.loads(re.search(r"```toml\n(.*?)```", manual, re.DOTALL)[1])["alarms"])
+    assert {(rule.name, rule.threshold) for rule in rules} == {("first_token_slow", 1500), ("full", 0.9)}
+
+
+LABEL_WORDS = (MISS_REASONS.values(), ("other", "stop", "length", "cancelled"))
