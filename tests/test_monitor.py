@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server_process import serving
+from terminal import Terminal
 
 from edgeinfer import cli
 from edgeinfer.errors import BadRequest, EdgeInferError, ServerFailed, ServerUnreachable
+from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.http_client import Address, HttpClient
 from edgeinfer.runtime.readings import Sample, Snapshot, read_server
+from edgeinfer.runtime.server.metrics import Metrics
 from edgeinfer.runtime.server.scrape import scrape
+from edgeinfer.runtime.service import Engine
 from edgeinfer.tui.monitor import ConnectionLine, MonitorApp
 from edgeinfer.tui.monitor_history import History
 from edgeinfer.tui.monitor_text import server_rows, size, sparkline
@@ -364,3 +371,35 @@ def test_what_cannot_be_monitored_is_refused(capsys):
         assert (status, out) == (2, "") and said in err
     status, _, err = run("http://127.0.0.1:1", "--once", capsys=capsys)
     assert status == 1 and "No server answers at http://127.0.0.1:1" in err
+
+
+# ----------------------------------------------------------------------------------------------------------- the server itself
+
+
+def test_it_reads_the_server_that_it_is_made_for(capsys):
+    engine = Engine(ScriptedBackend([b"hi", b" there"]))
+    with serving(engine, metrics=Metrics, api_keys=("secret",)) as server:
+        key = {"Authorization": "Bearer secret"}
+        for _ in range(3):
+            assert httpx.post(f"{server.v1}/completions", json={"prompt": "hello", "temperature": 0}, headers=key).status_code == 200
+        status, out, err = run(server.url, "--once", capsys=capsys)
+        assert status == 2 and f"{server.url} wants an API key" in err
+        status, out, _ = run(server.url, "--once", "--json", "--interval", "0.1", "--api-key", "secret", capsys=capsys)
+        (model,) = json.loads(out)["models"]
+        assert status == 0 and model["loaded"] and model["healthy"] and model["requests"] == {"stop": 3} and model["first_token_p50_ms"] > 0
+        status, out, _ = run(server.v1, "--once", "--interval", "0.1", "--api-key", "secret", capsys=capsys)
+        assert status == 0 and "scripted · fake · cpu" in out and "3 stop" in out
+
+
+@pytest.mark.skipif(Terminal.missing() is not None, reason=str(Terminal.missing()))
+def test_in_a_real_terminal_it_outlives_the_server():
+    with serving(Engine(ScriptedBackend([b"hi"])), metrics=Metrics) as server:
+        terminal = Terminal([sys.executable, "-m", "edgeinfer", "monitor", server.url, "--interval", "0.2"], env={"EDGEINFER_API_KEY": "unused"})
+        terminal.wait_for("scripted · fake · cpu")
+        httpx.post(f"{server.v1}/completions", json={"prompt": "hello"})
+        terminal.wait_for("1 stop")
+    with terminal:
+        screen = terminal.wait_for("Trying again.")
+        assert "! No server answers at" in screen and "scripted · fake · cpu" in screen and "1 stop" in screen
+        terminal.press("q")
+        assert terminal.wait_exit() == 0

@@ -186,9 +186,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What the registry asks for."""
+        gpus = self._gpus()
         with self._lock:
             families = list(self._families())
         yield from families
+        yield from _gpu_families(gpus)
         if self._compat:
             by_name = {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
             for alias, name in COMPATIBLE.items():
@@ -213,7 +215,6 @@ class Metrics:
         yield _gauge("build_info", "The version of edgeinfer; always 1.", {(__version__,): 1}, ("version",))
         yield from self._about(loaded)
         yield from self._alarm_families()
-        yield from _gpu_families(self._gpus())
 
     def _about(self, loaded: list[tuple[Served, EngineStats]]) -> Iterator[Metric]:
         memory: dict[tuple[str, ...], float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -27,7 +28,8 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     if not request.app.state.options.metrics:
         raise Refusal(404, "Metrics are switched off (--no-metrics).", code="not_found")
-    body, kind = request.app.state.metrics.render()
+    # In a thread: some milliseconds a model, in which no answer would be sent on.
+    body, kind = await asyncio.to_thread(request.app.state.metrics.render)
     return Response(body, media_type=None, headers={"content-type": kind})
 
 
