@@ -65,6 +65,14 @@ def _tokens_of(vocab: Vocab, info: BackendInfo, item: Any, name: str) -> list[in
     return tokens
 
 
+def unit(vector: np.ndarray) -> np.ndarray:
+    """The vector of length 1 in its direction. Raises `BackendFailed` where it has none."""
+    length = float(np.linalg.norm(vector))
+    if not (np.isfinite(length) and length > 0):
+        raise BackendFailed("The model's embedding holds values that are no numbers, or only zeros.")
+    return (vector / length).astype(np.float32)
+
+
 class _Job:
     """The inputs of one caller, embedded so far."""
 
@@ -84,21 +92,18 @@ class _Job:
         try:
             if self._running is None:
                 self._running = backend.embed(self._inputs[len(self._vectors)])
-            next(self._running)
-        except StopIteration as end:
-            self._running = None
-            self._add(end.value)
+            try:
+                next(self._running)
+            except StopIteration as end:
+                self._running = None
+                self._add(end.value)
         except EdgeInferError as error:
             self.fail(error)
         except Exception as error:       # of the native library, or ours: this caller's alone
             self.fail(BackendFailed(f"Embedding failed: {type(error).__name__}: {error}."))
 
     def _add(self, vector: np.ndarray) -> None:
-        length = float(np.linalg.norm(vector))
-        if not (np.isfinite(length) and length > 0):
-            self.fail(BackendFailed("The model's embedding holds values that are no numbers, or only zeros."))
-            return
-        self._vectors.append((vector / length).astype(np.float32))
+        self._vectors.append(unit(vector))
         if len(self._vectors) == len(self._inputs):
             with suppress(InvalidStateError):            # its caller has cancelled it
                 self.future.set_result(Embeddings(self._vectors, sum(map(len, self._inputs))))
