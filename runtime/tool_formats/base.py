@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from edgeinfer.runtime.deltas import ContentDelta, ToolCallDelta
 
 SPACE = " \t\r\n"
 
 
-def open_start(text: str, tags: Iterable[str]) -> int:
+def open_start(text: str, tags: tuple[str, ...]) -> int:
     """Where the longest tail of ``text`` starts that is the beginning of a tag, yet not a whole one; len(text) when there is none."""
-    tags = tuple(tags)
-    for start in range(max(0, len(text) - max(map(len, tags), default=0) + 1), len(text)):
-        if any(len(tag) > len(text) - start and tag.startswith(text[start:]) for tag in tags):
+    longest, firsts = _shape(tags)
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        if text[start] in firsts and any(len(tag) > len(text) - start and tag.startswith(text[start:]) for tag in tags):
             return start
     return len(text)
+
+
+@lru_cache(maxsize=256)
+def _shape(tags: tuple[str, ...]) -> tuple[int, frozenset[str]]:
+    return max(map(len, tags), default=0), frozenset(tag[0] for tag in tags)
 
 
 def first_tag(text: str, tags: Iterable[str]) -> tuple[int, str] | None:
@@ -73,7 +79,7 @@ class CallParser:
     # --------------------------------------------------------------------------------------------------------------- states
 
     def _outside(self) -> bool:
-        found = first_tag(self._text, self._tags)
+        found = first_tag(self._text, self._tags) if self._text else None
         if found is None:
             start = len(self._text) if self._ended else open_start(self._text, self._tags)
             self._content(self._take(start))

@@ -14,6 +14,8 @@ from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, first_tag, ne
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
+# What may end a streamed text, the line end before it included.
+_ENDS = (_END_PARAMETER, *(line + tag for line in ("\n", "\r\n") for tag in (_END_PARAMETER, _END_FUNCTION)))
 _NAME = re.compile(r"\s*([^<>\n]{1,128}?)\s*>")
 _MAY_BE_NAME = re.compile(r"\s*[^<>\n]{0,128}\s*")
 _JSON_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
@@ -108,8 +110,7 @@ class XmlCalls(CallParser):
             self._state = self._between
             return True
         if self._streams:
-            ends = [_END_PARAMETER, *(line + tag for line in ("\n", "\r\n") for tag in (_END_PARAMETER, _END_FUNCTION))]
-            self._more(_escaped(self._take(len(self._text) if self._ended else open_start(self._text, ends))))
+            self._more(_escaped(self._take(len(self._text) if self._ended else open_start(self._text, _ENDS))))
         elif self._ended:
             self._open_value(json.dumps(self._take(len(self._text)), ensure_ascii=False)[:-1])
         return False
