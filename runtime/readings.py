@@ -16,7 +16,7 @@ _PROCESS_MEMORY = "process_resident_memory_bytes"
 _FIRST_TOKEN, _GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
 NEEDED = (
     _PROCESS_MEMORY, *(f"{PREFIX}{name}" for name in (
-        _FIRST_TOKEN, _GAP, "alarm", "build_info", "decode_", "engine_", "generation_tokens_total", "gpu_", "kv_cache_", "max_num_seqs", "memory_bytes",
+        _FIRST_TOKEN, _GAP, "first_token_wait_seconds", "alarm", "build_info", "decode_", "engine_", "generation_tokens_total", "gpu_", "kv_cache_", "max_num_seqs", "memory_bytes",
         "num_requests_", "prefill_tokens_total", "prefix_cache_hits_total", "prefix_cache_queries_total", "request_failed_total", "request_success_total",
         "spec_decode_",
     )),
@@ -82,7 +82,7 @@ class ModelReadings:
     max_seqs: float | None = None        # requests that may run at once
     running: float | None = None
     waiting: float | None = None
-    first_token_ms: float | None = None  # mean
+    first_token_ms: float | None = None  # mean; or how long a request has been waiting for its first token now, where that is more
     first_token_p50_ms: float | None = None
     first_token_p99_ms: float | None = None
     itl_p50_ms: float | None = None
@@ -169,7 +169,9 @@ def _read_model(model: str, engine: str, now: Snapshot, recent: Snapshot | None,
     info = next(now.named("engine_info", **labels), None)
     about = info.labels if info is not None else {}
     device = about.get("device", "")
-    mean = share(f"{_FIRST_TOKEN}_sum", f"{_FIRST_TOKEN}_count", recent)
+    # A time is counted when its answer is over, which may be too late for whoever waits.
+    first_tokens = (share(f"{_FIRST_TOKEN}_sum", f"{_FIRST_TOKEN}_count", recent), now.total("first_token_wait_seconds", **labels) or None)
+    slowest = max(filter(None, first_tokens), default=None)
     busy = rate("engine_busy_seconds_total")
     gpu = _gpu(device, now)
     return ModelReadings(
@@ -181,7 +183,7 @@ def _read_model(model: str, engine: str, now: Snapshot, recent: Snapshot | None,
         max_seqs=now.total("max_num_seqs", **labels),
         running=now.total("num_requests_running", **labels),
         waiting=now.total("num_requests_waiting", **labels),
-        first_token_ms=None if mean is None else 1e3 * mean,
+        first_token_ms=None if slowest is None else 1e3 * slowest,
         first_token_p50_ms=milliseconds(_FIRST_TOKEN, 0.5),
         first_token_p99_ms=milliseconds(_FIRST_TOKEN, 0.99),
         itl_p50_ms=milliseconds(_GAP, 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 
 from edgeinfer.runtime.engine import EngineCore, EngineCounters
@@ -21,6 +22,7 @@ class EngineStats:
     evictions: int                       # times an idle conversation's KV was dropped to make room
     uptime_seconds: float
     health: Health
+    first_token_wait_seconds: float = 0.0    # how long the request has waited that has waited longest for its first token; 0 where none does
 
     @property
     def batch_fill(self) -> float:
@@ -52,9 +54,10 @@ def snapshot(core: EngineCore, *, uptime_seconds: float, health: Health) -> Engi
     counters = EngineCounters(**dict(vars(core.counters)))
     running = min(len(core.scheduler.running), counters.inside)
     info = core.backend.info
+    since = min((seq.submitted for seq in tuple(core.inside) if not seq.token_times), default=None)
     return EngineStats(
         counters, running, counters.inside - running, core.slots.used_tokens, core.slots.idle_tokens, info.kv_cells or info.n_ctx * info.max_slots,
-        core.slots.evictions, uptime_seconds, health,
+        core.slots.evictions, uptime_seconds, health, 0.0 if since is None else max(0.0, time.perf_counter() - since),
     )
 
 

@@ -173,6 +173,13 @@ def test_the_window_is_what_was_added_within_it():
     assert recorder.states[3] == {"slow": (True, pytest.approx(2000)), "idle": (True, pytest.approx(0.05))}
 
 
+def test_a_request_that_waits_for_its_first_token_is_slow_before_it_is_over():
+    now = metrics_at(10, first_tokens=2, seconds=0.4, busy=5.0)
+    for waited, shown in ((0.0, 200), (0.1, 200), (1.5, 1500)):
+        (readings,) = read(replace(now, samples=(*now.samples, Sample("edgeinfer_first_token_wait_seconds", LABELS, waited))))
+        assert readings.first_token_ms == pytest.approx(shown)
+
+
 def test_a_server_started_anew_counts_from_zero():
     old, new = metrics_at(0, first_tokens=100, seconds=500.0, busy=1000.0), metrics_at(10, first_tokens=2, seconds=0.4, busy=5.0)
     (readings,) = read(new, old, old)

@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -393,13 +393,14 @@ def test_it_reads_the_server_that_it_is_made_for(capsys):
 
 @pytest.mark.skipif(Terminal.missing() is not None, reason=str(Terminal.missing()))
 def test_in_a_real_terminal_it_outlives_the_server():
-    with serving(Engine(ScriptedBackend([b"hi"])), metrics=Metrics) as server:
-        terminal = Terminal([sys.executable, "-m", "edgeinfer", "monitor", server.url, "--interval", "0.2"], env={"EDGEINFER_API_KEY": "unused"})
-        terminal.wait_for("scripted · fake · cpu")
-        httpx.post(f"{server.v1}/completions", json={"prompt": "hello"})
-        terminal.wait_for("1 stop")
-    with terminal:
-        screen = terminal.wait_for("Trying again.")
-        assert "! No server answers at" in screen and "scripted · fake · cpu" in screen and "1 stop" in screen
-        terminal.press("q")
-        assert terminal.wait_exit() == 0
+    with ExitStack() as running:
+        server = running.enter_context(serving(Engine(ScriptedBackend([b"hi"])), metrics=Metrics))
+        with Terminal([sys.executable, "-m", "edgeinfer", "monitor", server.url, "--interval", "0.2"], env={"EDGEINFER_API_KEY": "unused"}) as terminal:
+            terminal.wait_for("scripted · fake · cpu")
+            httpx.post(f"{server.v1}/completions", json={"prompt": "hello"})
+            terminal.wait_for("1 stop")
+            running.close()
+            screen = terminal.wait_for("Trying again.")
+            assert "! No server answers at" in screen and "scripted · fake · cpu" in screen and "1 stop" in screen
+            terminal.press("q")
+            assert terminal.wait_exit() == 0

@@ -165,7 +165,9 @@ def test_an_engine_that_left_the_pool_while_it_answers_is_still_counted(pool):
     gate = threading.Event()
     pool.engines["m"] = leaving = engine(before_forward=lambda plan: gate.wait())
     metrics = Metrics(pool)
+    assert totals(metrics)["first_token_wait_seconds"] == 0
     stream = leaving.generate("hi", max_tokens=5, temperature=0)
+    assert totals(metrics)["first_token_wait_seconds"] > 0
     before = totals(metrics)["generation_tokens_total"]
     pool.engines.clear()
     assert totals(metrics)["generation_tokens_total"] == before == 0

@@ -71,6 +71,7 @@ ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
 ENGINE_GAUGES: dict[str, tuple[Callable[[Served, EngineStats], float], str]] = {
     "num_requests_running": (lambda _, stats: stats.running, "Requests that have a slot."),
     "num_requests_waiting": (lambda _, stats: stats.waiting, "Requests that wait for one."),
+    "first_token_wait_seconds": (lambda _, stats: stats.first_token_wait_seconds, "How long the request has waited that waits longest for its first token."),
     "max_num_seqs": (lambda served, _: served.engine.info.max_seqs or served.engine.info.max_slots, "Requests that may run at once."),
     "kv_cache_usage_perc": (lambda _, stats: _share(stats.kv_used_tokens - stats.kv_idle_tokens, stats.kv_cells), "KV cells of running requests, 0 to 1."),
     "kv_cache_idle_perc": (lambda _, stats: _share(stats.kv_idle_tokens, stats.kv_cells), "KV cells of conversations kept for reuse, 0 to 1."),
