@@ -271,4 +271,4 @@ def test_an_answer_that_is_bound(server: Server, body: dict) -> None:
 ])
 def test_what_cannot_be_compiled_is_refused(server: Server, body: dict) -> None:
     response = httpx.post(server.v1 + "/chat/completions", json={"messages": user(), **body}, timeout=60)
-    assert response.status_code == 400 and response.json()["error"]["message"]
+    assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(body))

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import BaseModel
+
+from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.constraint import Constraint
 from edgeinfer.runtime.server.bodies import ChatBody, CompletionBody, GenerationBody
 from edgeinfer.runtime.server.error_replies import Refusal, bad_field
@@ -43,7 +46,7 @@ class Judge:
             raise bad_field(param, message, code="unsupported_parameter")
         self.warnings.append(message)
 
-    def unknown_fields(self, body: GenerationBody) -> None:
+    def unknown_fields(self, body: BaseModel) -> None:
         for name, value in (body.model_extra or {}).items():
             shown = name if name.isidentifier() and len(name) <= 64 else "a field"
             if value is None or name in _IGNORED or any(value == neutral for neutral in _NEUTRAL.get(name, ())):
@@ -122,10 +125,6 @@ def request_fields(body: GenerationBody) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ structured output
 
 
-def wants_constraint(body: GenerationBody) -> bool:
-    return any(getattr(body, name) is not None for name in _CONSTRAINTS) or (body.response_format or {}).get("type", "text") != "text"
-
-
 def constraint_of(body: GenerationBody, engine: Engine) -> Constraint | None:
     """What the answer must be like. Compiling takes a while: call it in a thread. Never falls back to free text."""
     given = [name for name in _CONSTRAINTS if getattr(body, name) is not None]
@@ -133,12 +132,17 @@ def constraint_of(body: GenerationBody, engine: Engine) -> Constraint | None:
     if len(given) + (by_format is not None) > 1:
         names = [*given, *(["response_format"] if by_format is not None else [])]
         raise bad_field(names[0], f"{' and '.join(names)} both say what the answer must be like; give one.")
-    if by_format is not None:
-        return engine.grammars.json_object() if by_format is True else engine.grammars.json_schema(by_format)
-    if not given:
+    if by_format is None and not given:
         return None
-    compiler = {"grammar": engine.grammars.gbnf, "json_schema": engine.grammars.json_schema, "regex": engine.grammars.regex, "lark": engine.grammars.lark}
-    return compiler[given[0]](getattr(body, given[0]))
+    grammars = engine.grammars
+    name = given[0] if given else "response_format"
+    try:
+        if by_format is not None:
+            return grammars.json_object() if by_format is True else grammars.json_schema(by_format)
+        compiler = {"grammar": grammars.gbnf, "json_schema": grammars.json_schema, "regex": grammars.regex, "lark": grammars.lark}[name]
+        return compiler(getattr(body, name))
+    except BadRequest as error:
+        raise bad_field(name, str(error), code=error.code) from error
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | bool | None:
