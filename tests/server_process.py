@@ -24,6 +24,7 @@ class CountingMetrics:
 
     ends: list[tuple[str, Any, int]] = field(default_factory=list)
     refusals: list[tuple[str, str]] = field(default_factory=list)
+    embeddings: list[tuple[str, int, int]] = field(default_factory=list)
 
     def ended(self, model: str, stream: Any, *, n: int = 1) -> None:
         assert stream.done, "a stream is reported when it is over"
@@ -31,6 +32,9 @@ class CountingMetrics:
 
     def refused(self, model: str, code: str) -> None:
         self.refusals.append((model, code))
+
+    def embedded(self, model: str, *, inputs: int, prompt_tokens: int) -> None:
+        self.embeddings.append((model, inputs, prompt_tokens))
 
     def render(self) -> tuple[bytes, str]:
         return b"", "text/plain; version=0.0.4; charset=utf-8"
