@@ -1,6 +1,7 @@
 """The one door to llguidance: answers that follow a JSON schema, a regular expression or a grammar.
 
-What is asked for is compiled in the caller's thread, once for each source, and remembered. The rule is to fail closed: whatever llguidance does not
+What is asked for is compiled in the caller's thread, once for each source, and remembered; unless it is short and simple it is tried in a process of
+its own first (`grammar_check`). The rule is to fail closed: whatever llguidance does not
 support exactly is a `BadRequest` that names the place; nothing is ignored or approximated. The values end at their last character: no white space
 follows, and between the tokens of JSON there is a bounded amount of it.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,38 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from edgeinfer.errors import BackendFailed, BadRequest, EngineBusy
 from edgeinfer.runtime.backend import Vocab
 from edgeinfer.runtime.gbnf import gbnf_to_lark
+from edgeinfer.runtime.grammar_check import first_failure
+from edgeinfer.runtime.json_schema import parts, place, schema_text
 
-MAX_SCHEMA = 256 * 1024                  # characters of JSON
 MAX_SOURCE = 64 * 1024                   # characters of a regular expression or a grammar
-MAX_DEPTH = 64                           # objects and lists inside one another in a schema; brackets in a grammar
+MAX_DEPTH = 64                           # brackets inside one another
 MAX_REMEMBERED = 128                     # compiled constraints
-_MAX_MULTIPLE = 10_000                   # compiling multipleOf takes time and memory in proportion
 _PATIENCE = 10.0                         # seconds that a request waits for others to be compiled
-_SEARCHED = 200                          # parts of a schema that are looked at to find the one at fault
-# What one mask may take: about 5 ms for the heaviest expressions that are accepted.
-_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=50_000, verbose_errors=False)
+_LOCATING = 3.0                          # seconds to find the part of a schema that is at fault, and the largest one that is searched
+_LOCATED = 16 * 1024
+_SIMPLE = 2_000                          # characters of a schema that is compiled without trying, if it has none of the keywords that may take long
+_INTRICATE = re.compile(r'"(pattern|patternProperties|multipleOf|allOf|format)"')
+# Seconds of computing that the masks of one answer may take: to begin with, and more for each token. Far above what schemas and sane grammars need.
+_MASKS, _MASKS_PER_TOKEN = 1.0, 0.01
+_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 2_000, "max_lexer_states": 50_000}
+_CHECK = f"""
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+class Bytes:
+    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
+    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+
+    def __call__(self, text):
+        return list(text if isinstance(text, bytes) else text.encode())
+
+tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257)
+
+def check(source):
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **{_LIMITS!r}))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
+"""
 # A schema's own "x-guidance" is removed, so that these hold. Enough white space for a pretty-printed value, an end to a model that writes nothing else.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{1,32}", "lenient": False, "coerce_one_of": False}
 
@@ -45,7 +69,8 @@ class Grammars:
         self._n_vocab = n_vocab
         self._compiled: OrderedDict[tuple[str, str], CompiledConstraint] = OrderedDict()
         self._lookup = threading.Lock()
-        self._compiling = threading.Lock()               # one at a time: a flood of new sources does not take every core
+        self._trying = threading.Lock()                  # one at a time: a flood of new sources does not take every core
+        self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def json_schema(self, schema: dict[str, Any] | bool) -> CompiledConstraint:
@@ -55,8 +80,9 @@ class Grammars:
         if schema is not True and not isinstance(schema, dict):
             raise BadRequest(f"A JSON schema must be an object or true, not {schema!r}."[:200])
         schema = {} if schema is True else {key: value for key, value in schema.items() if key != "x-guidance"}
-        source = _schema_text(schema)
-        return self._remembered("JSON schema", source, lambda: _schema_grammar(source), lambda error: _locate(schema, error))
+        source = schema_text(schema)
+        simple = len(source) <= _SIMPLE and not _INTRICATE.search(source)
+        return self._remembered("JSON schema", source, lambda: _schema_grammar(source), simple=simple, where=lambda: _locate(schema))
 
     def json_object(self) -> CompiledConstraint:
         """Any JSON object."""
@@ -68,7 +94,7 @@ class Grammars:
         return self._remembered("regular expression", source, lambda: LLMatcher.grammar_from_regex(source))
 
     def lark(self, source: str) -> CompiledConstraint:
-        """Texts of a Lark grammar in llguidance's dialect; its first rule is ``start``."""
+        """Texts of a Lark grammar in llguidance's dialect; its first rule is ``start``. It can name no control tokens: they are not text."""
         source = _text("grammar", source)
         return self._remembered("Lark grammar", source, lambda: LLMatcher.grammar_from_lark(source))
 
@@ -80,31 +106,40 @@ class Grammars:
     # ----------------------------------------------------------------------------------------------------------- internals
 
     def _remembered(
-        self, kind: str, source: str, grammar: Callable[[], str], place: Callable[[str], str] = lambda error: ""
+        self, kind: str, source: str, grammar: Callable[[], str], *, simple: bool = False, where: Callable[[], str] = lambda: ""
     ) -> CompiledConstraint:
         key = (kind, source)
         found = self._find(key)
         if found is not None:
             return found
-        if not self._compiling.acquire(timeout=_PATIENCE):
+        if not simple and not self._trying.acquire(timeout=_PATIENCE):
             raise EngineBusy("Other schemas and grammars are being compiled; try again in a moment.")
         try:
-            found = self._find(key)                      # somebody waited for by us may have wanted the same
-            if found is not None:
-                return found
-            matcher = LLMatcher(self._llguidance(), grammar(), log_level=0, limits=_LIMITS)
-            if matcher.is_error():
-                error = matcher.get_error()
-                raise BadRequest(f"The {kind} cannot be used{place(error)}: {_one_line(error)}.")
-            found = CompiledConstraint(matcher, self._n_vocab)
-            _try_first_token(found, kind)
+            found = self._find(key) or self._compile(kind, grammar(), simple, where)     # another one, waited for, may have wanted the same
         finally:
-            self._compiling.release()
+            if not simple:
+                self._trying.release()
         with self._lookup:
             self._compiled[key] = found
             while len(self._compiled) > MAX_REMEMBERED:
                 self._compiled.popitem(last=False)
         return found
+
+    def _compile(self, kind: str, grammar: str, simple: bool, where: Callable[[], str]) -> CompiledConstraint:
+        failure = None if simple else first_failure(_CHECK, [grammar])
+        if failure is not None:
+            raise BadRequest(f"The {kind} cannot be used{where()}: {_one_line(failure[1])}.")
+        matcher = LLMatcher(self._llguidance(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False, **_LIMITS))
+        if matcher.is_error():
+            raise BadRequest(f"The {kind} cannot be used{where()}: {_one_line(matcher.get_error())}.")
+        constraint = CompiledConstraint(matcher, self._n_vocab)
+        try:
+            possible = bool(constraint.start().allowed().any())
+        except BackendFailed as error:
+            raise BadRequest(f"The {kind} admits no text, or none that is found in a short time.") from error
+        if not possible:
+            raise BadRequest(f"The {kind} admits no text.")
+        return constraint
 
     def _find(self, key: tuple[str, str]) -> CompiledConstraint | None:
         with self._lookup:
@@ -114,10 +149,11 @@ class Grammars:
             return found
 
     def _llguidance(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            wrapper = TokenizerWrapper(_Tokens(self._vocab, self._n_vocab))
-            self._tokenizer = LLTokenizer(wrapper, n_vocab=self._n_vocab, eos_token=sorted(self._vocab.end_ids))
-        return self._tokenizer
+        with self._building:
+            if self._tokenizer is None:
+                wrapper = TokenizerWrapper(_Tokens(self._vocab, self._n_vocab))
+                self._tokenizer = LLTokenizer(wrapper, n_vocab=self._n_vocab, eos_token=sorted(self._vocab.end_ids))
+            return self._tokenizer
 
 
 class CompiledConstraint:
@@ -141,29 +177,32 @@ class _State:
         words = np.zeros((n_vocab + 31) // 32, np.uint32)
         self._address, self._bytes = words.ctypes.data, words.nbytes
         self._mask = words.view(np.uint8)[: (n_vocab + 7) // 8]
+        self._seconds = _MASKS
 
     def allowed(self) -> np.ndarray:
+        began = time.thread_time()                       # of this thread alone: a busy machine is not the grammar's fault
         self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
-        if self._matcher.is_error():
-            raise BackendFailed(f"The grammar of this answer is too complex to follow: {_one_line(self._matcher.get_error())}.")
+        self._seconds += began - time.thread_time()
+        self._check()
         return self._mask
 
     def accept(self, token: int) -> None:
-        if not self._matcher.consume_token(token):
-            raise BackendFailed(f"Token {token} does not follow the grammar of this answer: {_one_line(self._matcher.get_error())}.")
+        began = time.thread_time()
+        followed = self._matcher.consume_token(token)
+        self._seconds += began - time.thread_time() + _MASKS_PER_TOKEN
+        self._check()
+        if not followed:
+            raise BackendFailed(f"Token {token} does not follow the grammar of this answer.")
+
+    def _check(self) -> None:
+        if self._seconds < 0:
+            raise BackendFailed("The grammar of this answer takes too long to follow; make it less ambiguous.")
+        if self._matcher.is_error():
+            raise BackendFailed(f"The grammar of this answer is too complex to follow: {_one_line(self._matcher.get_error())}.")
 
     @property
     def complete(self) -> bool:
         return self._matcher.is_stopped()
-
-
-def _try_first_token(constraint: CompiledConstraint, kind: str) -> None:
-    try:
-        possible = bool(constraint.start().allowed().any())
-    except BackendFailed as error:
-        raise BadRequest(f"The {kind} admits no text, or none that can be found in a short time.") from error
-    if not possible:
-        raise BadRequest(f"The {kind} admits no text.")
 
 
 class _Tokens:
@@ -213,68 +252,25 @@ def _text(kind: str, source: str) -> str:
     return source
 
 
-def _schema_text(schema: dict[str, Any]) -> str:
-    for path, value in _walk(schema):                    # before anything recursive sees it
-        if path.count("/") > MAX_DEPTH:
-            raise BadRequest(f"The JSON schema is more than {MAX_DEPTH} levels deep at '{path[:200]}'.")
-        if isinstance(value, dict) and _too_fine(value.get("multipleOf")):
-            raise BadRequest(f"The JSON schema cannot be used at {repr(path) if path else 'its root'}: multipleOf is supported up to {_MAX_MULTIPLE:,}, not {value['multipleOf']}.")
-    try:
-        source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise BadRequest(f"The schema is not JSON: {error}.") from error
-    if len(source) > MAX_SCHEMA:
-        raise BadRequest(f"The JSON schema has {len(source):,} characters; at most {MAX_SCHEMA:,} are accepted.")
-    return source
-
-
-def _too_fine(multiple: Any) -> bool:
-    return isinstance(multiple, (int, float)) and multiple > _MAX_MULTIPLE
-
-
 def _schema_grammar(source: str) -> str:
     return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
 
 
-def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Every object and list inside, with its JSON pointer; without recursion."""
-    waiting: list[tuple[str, Any]] = [("", schema)]
-    while waiting:
-        path, value = waiting.pop()
-        yield path, value
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        waiting += [(f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}", item) for key, item in items if isinstance(item, (dict, list))]
-
-
-def _locate(schema: dict[str, Any], error: str) -> str:
+def _locate(schema: dict[str, Any]) -> str:
     """Where in a schema that does not compile the fault is: the deepest part that on its own does not compile either."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    at: Any = schema
-    place, tries, going = "", 0, True
-    while going:
-        going = False
-        for step, part in _subschemas(at):
-            tries += 1
-            if tries > _SEARCHED:
-                break
-            alone = {**shared, **part} if not step.startswith(("/$defs", "/definitions")) else part
-            wrong, _ = LLMatcher.validate_grammar_with_warnings(_schema_grammar(json.dumps(alone)), limits=_LIMITS)
-            if wrong:
-                at, place, going = part, place + step, True
-                break
-    return f" at '{place}'" if place else " at its root"
-
-
-def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas directly inside, definitions first: what refers to them fails because of them."""
-    for key in sorted(schema, key=lambda key: key not in ("$defs", "definitions")):
-        value = schema[key]
-        if key in ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas") and isinstance(value, dict):
-            yield from ((f"/{key}/{name.replace('~', '~0').replace('/', '~1')}", part) for name, part in value.items() if isinstance(part, dict))
-        elif key in ("allOf", "anyOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
-            yield from ((f"/{key}/{index}", part) for index, part in enumerate(value) if isinstance(part, dict))
-        elif key in ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames") and isinstance(value, dict):
-            yield f"/{key}", value
+    if len(json.dumps(schema)) > _LOCATED:
+        return ""
+    at, path = schema, ""
+    until = time.monotonic() + _LOCATING
+    while (left := until - time.monotonic()) > 0:
+        inside = parts(at, schema)
+        failure = first_failure(_CHECK, [_schema_grammar(json.dumps(part)) for _, part in inside], left)
+        if failure is None:
+            break
+        step, at = inside[failure[0]]
+        at = {key: value for key, value in at.items() if key not in ("$defs", "definitions")}        # they are looked at once
+        path += step
+    return place(path)
 
 
 _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n\s*\^+\s*error: (.*)", re.DOTALL)
@@ -283,5 +279,9 @@ _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n\s*\^+\s*error: (.*)", r
 def _one_line(error: str) -> str:
     """llguidance's message as the end of a sentence."""
     error = error.replace("<non-verbose/>", "")
+    if error.startswith("NoExtension"):
+        return "it admits no text"
+    if error.startswith("oneOf constraints are not supported"):
+        return "of oneOf's alternatives no two may admit the same value; use anyOf where that does no harm"
     error = _REGEX_ERROR.sub(lambda found: f"in the regular expression {found[1].strip()}: {found[2]}", error)
     return " ".join(error.split()).rstrip(".")[:300]
