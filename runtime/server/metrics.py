@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, Pr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgeinfer import __version__
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.readings import PREFIX, Sample, Snapshot
 from edgeinfer.runtime.server.engine_totals import EngineTotals, Key
@@ -213,7 +213,7 @@ class Metrics:
             yield _counter(name, text, {key: values[field] for key, values in totals.items()}, LABELS)
         for name, (value, text) in ENGINE_GAUGES.items():
             yield _gauge(name, text, {_key(served): value(served, stats) for served, stats in loaded}, LABELS)
-        yield _gauge("build_info", "The version of edgeinfer; always 1.", {(__version__,): 1}, ("version",))
+        yield _gauge("build_info", "The version of edgeinfer; always 1.", {(version("edgeinfer"),): 1}, ("version",))
         yield from self._about(loaded)
         yield from self._alarm_families()
 
