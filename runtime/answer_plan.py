@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import UnsupportedParameter
 from edgeinfer.runtime.answer_format import AnswerFormat, detect_format, template_kwargs_for, thinking_at_start
 from edgeinfer.runtime.answer_parser import AnswerParser
 from edgeinfer.runtime.constraint import Constraint
+from edgeinfer.runtime.either import Either
 from edgeinfer.runtime.thinking import thinking_constraint
-from edgeinfer.runtime.tool_choice import control_tokens, tool_choice_constraint
+from edgeinfer.runtime.tool_choice import calls_only, control_tokens
 from edgeinfer.runtime.tool_prompt import told_in_words
 from edgeinfer.runtime.tools import chosen, validate_tools
 
@@ -75,16 +75,10 @@ def plan_answer(
             messages = told_in_words(messages, offered)
     shown_tools = list(offered) if format.renders_tools and offered else None
 
-    if choice.mode == "auto" and constraint is not None:
-        raise UnsupportedParameter(
-            "An answer cannot be bound to a format and free to call tools at once; set tool_choice to none or required."
-        )
-    if choice.mode == "required":
-        demanded = tool_choice_constraint(
-            format, definitions, tool_choice, engine.grammars, vocab=engine.vocab, parallel=parallel_tool_calls is not False
-        )
-    else:
-        demanded = constraint
+    demanded = constraint
+    if choice.mode == "required" or (choice.mode == "auto" and constraint is not None):
+        calls = calls_only(format, definitions, choice, engine.grammars, vocab=engine.vocab, parallel=parallel_tool_calls is not False)
+        demanded = calls if choice.mode == "required" or constraint is None else Either([constraint, calls])
     start = "closed" if format.reasoning is None else thinking_at_start(format, engine.render_chat(messages, shown_tools, variables))
     bound = thinking_constraint(format, start, engine.vocab, engine.info.n_vocab, limit=thinking_budget, inner=demanded)
     tags = (*(format.tools.tags if offered else ()), *(format.reasoning or ()))

@@ -93,10 +93,13 @@ class Grammars:
         source = _text("regular expression", pattern)
         return self._remembered("regular expression", source, lambda: LLMatcher.grammar_from_regex(source))
 
-    def lark(self, source: str) -> CompiledConstraint:
-        """Texts of a Lark grammar in llguidance's dialect; its first rule is ``start``. It can name no control tokens: they are not text."""
+    def lark(self, source: str, *, simple: bool = False) -> CompiledConstraint:
+        """Texts of a Lark grammar in llguidance's dialect; its first rule is ``start``. It can name no control tokens: they are not text.
+
+        simple: a grammar of our own making, of literals and of schemas that `json_schema` has taken. It may name control tokens.
+        """
         source = _text("grammar", source)
-        return self._remembered("Lark grammar", source, lambda: LLMatcher.grammar_from_lark(source))
+        return self._remembered("Lark grammar", source, lambda: LLMatcher.grammar_from_lark(source), simple=simple)
 
     def gbnf(self, source: str) -> CompiledConstraint:
         """Texts of a grammar in llama.cpp's GBNF; its first rule is ``root``."""

@@ -12,7 +12,7 @@ from edgeinfer.runtime.answer_format import AnswerFormat
 from edgeinfer.runtime.backend import Vocab
 from edgeinfer.runtime.constraint import Constraint
 from edgeinfer.runtime.tool_formats.xml_calls import json_types
-from edgeinfer.runtime.tools import chosen, parameters_of
+from edgeinfer.runtime.tools import ToolChoice, chosen, parameters_of
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.structured import Grammars
@@ -33,21 +33,26 @@ def control_tokens(tags: Sequence[str], vocab: Vocab) -> dict[str, int]:
 def tool_choice_constraint(
     format: AnswerFormat, tools: Sequence[Mapping[str, Any]], tool_choice: Any, grammars: Grammars, *, vocab: Vocab, parallel: bool = True
 ) -> Constraint | None:
-    """What makes an answer call one of the valid ``tools`` as ``tool_choice`` demands; None where it demands nothing.
+    """What makes an answer call one of the valid ``tools`` as ``tool_choice`` demands; None where it demands nothing. Raises as `calls_only` does."""
+    choice = chosen(tools, tool_choice)
+    return calls_only(format, tools, choice, grammars, vocab=vocab, parallel=parallel) if choice.mode == "required" else None
+
+
+def calls_only(
+    format: AnswerFormat, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, grammars: Grammars, *, vocab: Vocab, parallel: bool = True
+) -> Constraint:
+    """What lets an answer say nothing but calls of those of the valid ``tools`` that ``choice`` names.
 
     Takes as long as compiling the schemas does. Raises `BadRequest` naming the definition whose parameters no grammar can follow, and
     `UnsupportedParameter` for a format in which calls cannot be demanded.
     """
-    choice = chosen(tools, tool_choice)
-    if choice.mode != "required":
-        return None
     for number, tool in enumerate(tools):
         if tool in choice.tools:
             try:
-                grammars.json_schema(parameters_of(tool))
+                grammars.json_schema(dict(parameters_of(tool)))
             except BadRequest as error:
                 raise BadRequest(f"tools[{number}].function.parameters: {error}") from error
-    return grammars.lark(call_grammar(format, choice.tools, vocab=vocab, single=choice.single or not parallel))
+    return grammars.lark(call_grammar(format, choice.tools, vocab=vocab, single=choice.single or not parallel), simple=True)
 
 
 def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vocab: Vocab, single: bool) -> str:
@@ -66,7 +71,9 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
         ]
         opening, between, closing = syntax.opening, syntax.between, syntax.closing
     else:
-        raise UnsupportedParameter(f"This model writes calls in the format {family.name}, which cannot be demanded; use tool_choice auto.")
+        raise UnsupportedParameter(
+            f"This model writes calls in the format {family.name}, for which there is no grammar; use tool_choice auto, and no response_format beside it."
+        )
     more = "" if single or between is None else f" ({write(between)} call){{0,{MAX_CALLS - 1}}}"
     choices = " | ".join(f"call_{number}" for number in range(len(tools)))
     return "\n".join([f"start: {write(opening)} call{more} {write(closing)}", f"call: {choices}", *calls]) + "\n"

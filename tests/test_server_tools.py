@@ -229,11 +229,20 @@ def test_a_schema_of_a_function_that_no_grammar_follows_is_named() -> None:
         assert refused.value.param == "tools" and "tools[1].function.parameters" in refused.value.message
 
 
-def test_a_format_and_free_calls_cannot_be_had_at_once() -> None:
-    with serving(Engine(Script("x"))) as server:
-        client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="set tool_choice"):
-            client.chat.completions.create(model="scripted", messages=USER, tools=TOOLS, response_format={"type": "json_object"})
+@pytest.mark.parametrize("wish", ["{", "<"])
+def test_an_answer_fits_the_format_or_calls(wish) -> None:
+    """The model wants one character; where it may not have it, it says the least that may follow."""
+    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    backend = ScriptedBackend(lambda tokens: ord(wish), n_ctx=1024, vocab=ByteVocab(chat_template=TEMPLATE + "<think></think>"))
+    with serving(Engine(backend)) as server:
+        choice, _ = Client(server.v1).ask(
+            tools=TOOLS[1:], response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, temperature=0,
+            parallel_tool_calls=False,
+        )
+    if wish == "{":
+        assert json.loads(choice.message.content) == {"ok": True} and choice.message.tool_calls is None
+    else:
+        assert choice.message.tool_calls[0].function.name == "time" and choice.message.content is None
 
 
 def test_every_token_has_its_log_probability_whatever_it_turned_out_to_be() -> None:
