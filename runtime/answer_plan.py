@@ -83,6 +83,6 @@ def plan_answer(
     bound = thinking_constraint(format, start, engine.vocab, engine.info.n_vocab, limit=thinking_budget, inner=demanded)
     tags = (*(format.tools.tags if offered else ()), *(format.reasoning or ()))
     return AnswerPlan(
-        messages=messages, tools=shown_tools, template_kwargs=variables, constraint=bound, shown=frozenset(control_tokens(tags, engine.vocab).values()),
-        format=format, callable=choice.tools if offered else (), thinking=start == "open", reasoning=reasoning,
+        messages=messages, tools=shown_tools, template_kwargs=variables, constraint=bound,
+        shown=frozenset(control_tokens(tags, engine.vocab).values()), format=format, callable=choice.tools if offered else (), thinking=start == "open", reasoning=reasoning,
     )

@@ -72,7 +72,7 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
         opening, between, closing = syntax.opening, syntax.between, syntax.closing
     else:
         raise UnsupportedParameter(
-            f"This model writes calls in the format {family.name}, for which there is no grammar; use tool_choice auto, and no response_format beside it."
+            f"This model writes calls in the format {family.name}, for which there is no grammar; use tool_choice auto without a response_format."
         )
     more = "" if single or between is None else f" ({write(between)} call){{0,{MAX_CALLS - 1}}}"
     choices = " | ".join(f"call_{number}" for number in range(len(tools)))

@@ -11,6 +11,7 @@ from answers import TagVocab
 from chat_templates import QWEN3
 from server_process import serving
 
+import edgeinfer
 from edgeinfer.runtime.backends.fake import CHATML, ByteVocab, ScriptedBackend
 from edgeinfer.runtime.service import Engine
 
@@ -267,3 +268,17 @@ def test_async_streaming() -> None:
 
     with serving(Engine(Script(CALL))) as server:
         assert asyncio.run(run(server.v1)) == ("weather", '{"city": "Paris", "days": 3}')
+
+
+def test_a_real_model_calls_when_it_must_and_answers_with_the_result(smollm2_gguf) -> None:
+    weather = {"type": "object", "properties": {"city": {"enum": ["Paris", "Zürich"]}}, "required": ["city"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "weather", "description": "The weather of a city.", "parameters": weather}}]
+    with serving(edgeinfer.load(str(smollm2_gguf), ctx_size=1024, parallel=2)) as server:
+        client = Client(server.v1)
+        choice, _ = client.ask(tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0)
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Zürich")
+        chat = [*USER, choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+        choice, _ = client.ask(chat, tools=tools, temperature=0, max_tokens=8)
+        assert choice.message.content or choice.message.tool_calls

@@ -17,11 +17,12 @@ from edgeinfer.runtime.structured import Grammars
 from edgeinfer.runtime.thinking import thinking_constraint
 from edgeinfer.runtime.tool_choice import call_grammar, control_tokens, tool_choice_constraint
 
+KINDS = ["x", 'y "é" \\\n\u20ac']
 PARAMETERS = {
     "type": "object",
     "properties": {
         "count": {"type": "integer", "minimum": 0, "maximum": 99}, "text": {"type": "string", "maxLength": 8},
-        "kind": {"type": "string", "enum": ["x", 'y "z"']}, "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        "kind": {"type": "string", "enum": KINDS}, "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
         "nothing": {"$ref": "#/$defs/nothing"},
     },
     "required": ["count", "kind"], "additionalProperties": False, "$defs": {"nothing": {"type": "null"}},
@@ -36,7 +37,7 @@ XML = ("qwen_xml", "seed_xml")
 
 def walk(constraint, vocab, rng: random.Random) -> str:
     """A text that the constraint admits, with a liking for ends."""
-    state, said = constraint.start(), []
+    state, said = constraint.start(), b""
     while not state.complete and len(said) < 20_000:
         allowed = np.flatnonzero(np.unpackbits(state.allowed(), bitorder="little")[: vocab.size])
         ends = [token for token in allowed if token in vocab.end_ids]
@@ -44,17 +45,16 @@ def walk(constraint, vocab, rng: random.Random) -> str:
             break
         plain = [int(token) for token in allowed if 32 <= token < 127 or token == 10 or token >= 258] or list(allowed)
         # Text in XML ends with its tag only: follow that once begun.
-        tail = "".join(said)[-14:]
-        end = next((count for count in range(13, 0, -1) if tail.endswith("\n</parameter>\n"[:count])), 0)
-        forced = ord("\n</parameter>\n"[end])
+        end = next((count for count in range(13, 0, -1) if said.endswith(b"\n</parameter>\n"[:count])), 0)
+        forced = b"\n</parameter>\n"[end]
         likely = [token for token in plain if token < 256 and chr(token) in '"}]']
         if forced in plain and (end or rng.random() < 0.3):
             token = forced
         else:
             token = rng.choice(likely if likely and rng.random() < 0.4 else plain)
-        said.append(vocab.token_text(token) if token >= 258 else chr(token))
+        said += vocab.token_text(token).encode() if token >= 258 else bytes([token])
         state.accept(token)
-    return "".join(said)
+    return said.decode()
 
 
 @pytest.mark.parametrize("tags", [False, True], ids=["text", "control"])
@@ -72,7 +72,7 @@ def test_whatever_is_allowed_is_a_call_that_fits(name, tags):
         for call in calls:
             arguments = json.loads(call.arguments)
             if call.name == "f":
-                assert set(arguments) <= set(PARAMETERS["properties"]) and 0 <= arguments["count"] <= 99 and arguments["kind"] in ("x", 'y "z"')
+                assert set(arguments) <= set(PARAMETERS["properties"]) and 0 <= arguments["count"] <= 99 and arguments["kind"] in KINDS
                 assert isinstance(arguments.get("text", ""), str) and arguments.get("nothing") is None and len(arguments.get("flags", [])) <= 2
             else:
                 assert (call.name, arguments) == ("g.h-1", {})
