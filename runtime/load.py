@@ -81,8 +81,9 @@ def load(
     return engine
 
 
-def memory_needed(model: str | Path, *, offline: bool = True, **options: Any) -> int:
+def memory_needed(model: str | Path, *, chat_template: str | None = None, offline: bool = True, **options: Any) -> int:
     """The bytes that `load` with these options would take (weights, KV cache and compute buffers), estimated without loading; arguments and errors as there."""
+    del chat_template                                    # takes nothing worth counting
     backend_options, _, speculative_options, _, _ = _picked(options)
     path = _gguf(model, offline)
     needed = estimate_llamacpp(path, backend_options).total

@@ -587,6 +587,7 @@ def test_what_a_load_takes_is_estimated_without_loading(smollm2_gguf: Path) -> N
     with pytest.raises(OutOfMemory):
         edgeinfer.load(smollm2_gguf, max_memory=needed - 1, **options)
     edgeinfer.load(smollm2_gguf, max_memory=needed, **options).close()
+    assert memory_needed(smollm2_gguf, chat_template="{{ messages }}", max_waiting=3, **options) == needed
     assert memory_needed(smollm2_gguf, draft_model=smollm2_gguf, **options) > 1.5 * needed
     with pytest.raises(BadRequest, match="Unknown option 'x'"):
         memory_needed(smollm2_gguf, x=1)
