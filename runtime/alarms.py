@@ -43,7 +43,8 @@ class AlarmRule:
         if not _is_number(self.threshold) or self.threshold < 0:
             raise BadRequest(f"{where}: {self.comparison} must be a number from 0, not {self.threshold!r}.")
         if self.metric in SHARES and self.threshold > 1:
-            raise BadRequest(f"{where}: {self.metric} is a share from 0 to 1; {self.comparison} = {self.threshold:g} would mean {100 * self.threshold:g} %.")
+            percent = f"{self.comparison} = {self.threshold:g} would mean {100 * self.threshold:g} %"
+            raise BadRequest(f"{where}: {self.metric} is a share from 0 to 1; {percent}.")
         if not _is_number(self.for_seconds) or self.for_seconds < 0:
             raise BadRequest(f"{where}: for_seconds must be a number from 0, not {self.for_seconds!r}.")
         if not isinstance(self.while_waiting, bool):
@@ -77,8 +78,8 @@ DEFAULT_RULES = (
 def rules_from(table: Mapping[str, Any]) -> tuple[AlarmRule, ...]:
     """The default rules as changed by the table [alarms] of a settings file, and those it adds.
 
-    Keys are names of alarms; ``false`` drops one, a table gives ``above`` or ``below`` and any of ``metric``, ``for_seconds``, ``while_waiting``; of a
-    default rule only what changes. Raises `BadRequest` that names the alarm.
+    Keys are names of alarms; ``false`` drops one, a table gives ``above`` or ``below`` and any of ``metric``, ``for_seconds``, ``while_waiting``; of
+    a default rule only what changes. Raises `BadRequest` that names the alarm.
     """
     rules = {rule.name: rule for rule in DEFAULT_RULES}
     for name, value in table.items():

@@ -16,9 +16,9 @@ _PROCESS_MEMORY = "process_resident_memory_bytes"
 _FIRST_TOKEN, _GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
 NEEDED = (
     _PROCESS_MEMORY, *(f"{PREFIX}{name}" for name in (
-        _FIRST_TOKEN, _GAP, "first_token_wait_seconds", "alarm", "build_info", "decode_", "engine_", "generation_tokens_total", "gpu_", "kv_cache_", "max_num_seqs", "memory_bytes",
-        "num_requests_", "prefill_tokens_total", "prefix_cache_hits_total", "prefix_cache_queries_total", "request_failed_total", "request_success_total",
-        "spec_decode_",
+        _FIRST_TOKEN, _GAP, "first_token_wait_seconds", "alarm", "build_info", "decode_", "engine_", "generation_tokens_total", "gpu_", "kv_cache_",
+        "max_num_seqs", "memory_bytes", "num_requests_", "prefill_tokens_total", "prefix_cache_hits_total", "prefix_cache_queries_total",
+        "request_failed_total", "request_success_total", "spec_decode_",
     )),
 )
 """What the names of all samples begin with that `read_server` looks at."""
@@ -132,8 +132,8 @@ def read(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | None = 
     """Every model that ``now`` knows, by name.
 
     Rates are those between ``recent`` and ``now``; None without it. The mean of the first-token times and the batch fill are of what was added since
-    ``recent``, quantiles and the other shares since ``base``; without them, since the server started. A counter that is smaller than it was belongs to a
-    server that was started anew, and counts from zero.
+    ``recent``, quantiles and the other shares since ``base``; without them, since the server started. A counter that is smaller than it was belongs
+    to a server that was started anew, and counts from zero.
     """
     keys = {(sample.labels.get("model_name", ""), sample.labels.get("engine", "")) for sample in now.named("engine_busy_seconds_total")}
     return tuple(_read_model(model, engine, now, recent, base) for model, engine in sorted(keys))
@@ -143,10 +143,8 @@ def read_server(now: Snapshot, recent: Snapshot | None = None, base: Snapshot | 
     """The models as by `read`, and the machine below them."""
     resident = next((sample.value for sample in now.samples if sample.name == _PROCESS_MEMORY), None)
     names = {sample.labels.get("gpu", ""): sample.labels.get("gpu_name", "") for sample in now.named("gpu_memory_total_bytes")}
-    gpus = (
-        GPUReadings(index, name, *(now.total(metric, gpu=index) for metric in ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_memory_total_bytes")))
-        for index, name in sorted(names.items())
-    )
+    metrics = ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_memory_total_bytes")
+    gpus = (GPUReadings(index, name, *(now.total(metric, gpu=index) for metric in metrics)) for index, name in sorted(names.items()))
     return ServerReadings(read(now, recent, base), resident, tuple(gpus))
 
 

@@ -33,14 +33,17 @@ from edgeinfer.tui.monitor_text import server_rows, size, sparkline
 MARKUP = ["[/", "[b +", "[red]x[/red]", "[@click=quit]x[/]", "\\[", "a\x1b[2Jb\u202e"]
 
 
-def server(at: float, *models: str, generated: float = 0.0, busy: float = 0.0, firsts: tuple[float, ...] = (), raised: bool = False, gpu: bool = False) -> Snapshot:
+def server(
+    at: float, *models: str, generated: float = 0.0, busy: float = 0.0, firsts: tuple[float, ...] = (), raised: bool = False, gpu: bool = False,
+) -> Snapshot:
     """What a server's metrics look like after ``generated`` tokens, ``busy`` seconds and first-token times of ``firsts`` seconds."""
     samples = [Sample("process_resident_memory_bytes", {}, 5e8)]
     for model in models:
         labels = {"model_name": model, "engine": "llamacpp"}
         values = {
-            "generation_tokens_total": generated, "prefill_tokens_total": 3 * generated, "engine_busy_seconds_total": busy, "decode_steps_total": generated,
-            "decode_rows_total": 2 * generated, "num_requests_running": 2, "num_requests_waiting": 1, "max_num_seqs": 4, "kv_cache_usage_perc": 0.25,
+            "generation_tokens_total": generated, "prefill_tokens_total": 3 * generated, "engine_busy_seconds_total": busy,
+            "decode_steps_total": generated, "decode_rows_total": 2 * generated,
+            "num_requests_running": 2, "num_requests_waiting": 1, "max_num_seqs": 4, "kv_cache_usage_perc": 0.25,
             "kv_cache_idle_perc": 0.5, "engine_healthy": 1, "prefix_cache_queries_total": 4 * generated, "prefix_cache_hits_total": generated,
             "time_to_first_token_seconds_count": len(firsts), "time_to_first_token_seconds_sum": sum(firsts),
         }
@@ -75,10 +78,11 @@ def text_of(readings, width=80, history=None) -> str:
 
 
 def test_figures_are_rates_between_two_looks_and_latencies_since_the_base():
-    before, after = server(10, "m", generated=100, busy=50, firsts=(0.9, 0.9)), server(12, "m", generated=180, busy=51.5, firsts=(0.9, 0.9, 0.15, 0.15))
+    before = server(10, "m", generated=100, busy=50, firsts=(0.9, 0.9))
+    after = server(12, "m", generated=180, busy=51.5, firsts=(0.9, 0.9, 0.15, 0.15))
     (model,) = read_server(after, before, before).models
     assert (model.decode_tokens_per_second, model.prompt_tokens_per_second, model.utilisation, model.batch_fill) == (40, 120, 0.75, 2)
-    assert model.first_token_ms == pytest.approx(150) and model.first_token_p50_ms == pytest.approx(150) and model.first_token_p99_ms == pytest.approx(199)
+    assert (model.first_token_ms, model.first_token_p50_ms, model.first_token_p99_ms) == pytest.approx((150, 150, 199))
     (whole,) = read_server(after, before).models
     assert whole.first_token_ms == pytest.approx(150) and whole.first_token_p99_ms > 900
     (alone,) = read_server(after).models
@@ -87,8 +91,11 @@ def test_figures_are_rates_between_two_looks_and_latencies_since_the_base():
 
 def test_the_text_says_everything_without_colour():
     text = text_of(read_server(server(12, "m", generated=180, busy=51, firsts=(0.15,) * 4, raised=True), server(10, "m", generated=100, busy=50)))
-    for words in ("m · llamacpp · cpu · Q4_K_M", "p50 150 ms", "p99 199 ms", "40.0 tok/s", "120 tok/s", "reused 25 %", "50 %", "2.0 of 4", "2 running  1 waiting",
-                  "25 % in use  50 % kept", "weights 100 MB  kv 2.5 GB", "2 failed · 12 stop", "! ALARM      first_token_slow: 1,204, raised at 800", "500 MB in memory"):
+    for words in (
+        "m · llamacpp · cpu · Q4_K_M", "p50 150 ms", "p99 199 ms", "40.0 tok/s", "120 tok/s", "reused 25 %", "50 %", "2.0 of 4",
+        "2 running  1 waiting", "25 % in use  50 % kept", "weights 100 MB  kv 2.5 GB", "2 failed · 12 stop", "! ALARM      first_token_slow: 1,204, raised at 800",
+        "500 MB in memory",
+    ):
         assert words in text, words
     assert "ALARM" not in text_of(read_server(server(1, "m"))) and "none of 1 is raised" in text_of(read_server(server(1, "m")))
 
@@ -143,11 +150,15 @@ NAMES = st.sampled_from([
     "engine_busy_seconds_total", "time_to_first_token_seconds_bucket", "alarm", "alarm_value", "memory_bytes", "engine_info", "num_requests_running",
     "request_success_total", "gpu_memory_total_bytes", "gpu_utilization_ratio",
 ])
-LABELS = st.dictionaries(st.sampled_from(["model_name", "engine", "le", "name", "kind", "gpu", "device", "finished_reason"]), st.sampled_from(["", "a", "0.5", "+Inf", "nan", "cuda:0", *MARKUP]))
+LABELS = st.dictionaries(
+    st.sampled_from(["model_name", "engine", "le", "name", "kind", "gpu", "device", "finished_reason"]),
+    st.sampled_from(["", "a", "0.5", "+Inf", "nan", "cuda:0", *MARKUP]),
+)
+SAMPLES = st.builds(Sample, NAMES.map("edgeinfer_".__add__), LABELS, st.floats(allow_nan=False, allow_infinity=False))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.builds(Sample, NAMES.map("edgeinfer_".__add__), LABELS, st.floats(allow_nan=False, allow_infinity=False)), max_size=12), max_size=3))
+@given(st.lists(st.lists(SAMPLES, max_size=12), max_size=3))
 def test_whatever_a_server_says_is_shown_as_harmless_lines(looks):
     history = History()
     for at, samples in enumerate(looks):
@@ -241,7 +252,8 @@ async def test_a_lost_server_is_said_and_found_again():
 
 @scenario
 async def test_while_it_is_lost_the_reason_and_the_old_figures_stay():
-    look = Look(server(0, "m"), ServerUnreachable("No server answers at http://127.0.0.1:8080: Connection refused; start one there or correct the URL."))
+    lost = ServerUnreachable("No server answers at http://127.0.0.1:8080: Connection refused; start one there or correct the URL.")
+    look = Look(server(0, "m"), lost)
     async with monitor(look) as it:
         screen = await it.shows("! No server answers at", "Connection refused", "s old. Trying again.")
         assert "m · llamacpp" in screen
@@ -306,7 +318,11 @@ def looked(url: str, api_key: str | None = None) -> Snapshot:
     return asyncio.run(run())
 
 
-GOOD = b'# TYPE edgeinfer_engine_busy_seconds_total counter\nedgeinfer_engine_busy_seconds_total{model_name="m",engine="fake"} 3.5\nedgeinfer_build_info 1\nother NaN\n'
+GOOD = b"""# TYPE edgeinfer_engine_busy_seconds_total counter
+edgeinfer_engine_busy_seconds_total{model_name="m",engine="fake"} 3.5
+edgeinfer_build_info 1
+other NaN
+"""
 
 
 def test_a_server_is_asked_with_its_key():
@@ -395,7 +411,8 @@ def test_it_reads_the_server_that_it_is_made_for(capsys):
 def test_in_a_real_terminal_it_outlives_the_server():
     with ExitStack() as running:
         server = running.enter_context(serving(Engine(ScriptedBackend([b"hi"])), metrics=Metrics))
-        with Terminal([sys.executable, "-m", "edgeinfer", "monitor", server.url, "--interval", "0.2"], env={"EDGEINFER_API_KEY": "unused"}) as terminal:
+        command = [sys.executable, "-m", "edgeinfer", "monitor", server.url, "--interval", "0.2"]
+        with Terminal(command, env={"EDGEINFER_API_KEY": "unused"}) as terminal:
             terminal.wait_for("scripted · fake · cpu")
             httpx.post(f"{server.v1}/completions", json={"prompt": "hello"})
             terminal.wait_for("1 stop")

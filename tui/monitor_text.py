@@ -37,7 +37,8 @@ def model_rows(model: ModelReadings, width: int, history: History | None = None)
     facts = [_plain(model.model) or "(no name)", _plain(model.engine), _plain(model.device), _plain(model.quantization)]
     state = "" if model.loaded and model.healthy else "NOT WORKING" if model.loaded else "not loaded"
     room = width - len(state) - 2 if state else width
-    yield "title", _cut(fit([_cut(facts[0], max(8, room)), *filter(None, facts[1:])], room, " · "), room).ljust(room) + (f"  {state}" if state else "")
+    title = _cut(fit([_cut(facts[0], max(8, room)), *filter(None, facts[1:])], room, " · "), room)
+    yield "title", f"{title.ljust(room)}  {state}" if state else title
     if model.loaded:
         for label, figures, traced, show in _instruments(model):
             line = f"{label:<{_LABEL}}{figures:<{_FIGURES}}"
@@ -45,7 +46,8 @@ def model_rows(model: ModelReadings, width: int, history: History | None = None)
                 line += _trace(history.line(model, traced), width - len(line), show, top=1.0 if traced in SHARES else None)
             yield "row", _cut(line.rstrip(), width)
     if model.requests:
-        yield "row", _cut(f"{'answers':<{_LABEL}}" + " · ".join(f"{count:,.0f} {_plain(reason)}" for reason, count in sorted(model.requests.items())), width)
+        counts = " · ".join(f"{count:,.0f} {_plain(reason)}" for reason, count in sorted(model.requests.items()))
+        yield "row", _cut(f"{'answers':<{_LABEL}}{counts}", width)
     raised = [alarm for alarm in model.alarms if alarm.raised]
     for alarm in raised:
         yield "alarm", _cut(f"{'! ALARM':<{_LABEL}}{alarm_text(alarm)}", width)

@@ -71,9 +71,10 @@ ENGINE_COUNTERS: dict[str, tuple[str, str]] = {
 ENGINE_GAUGES: dict[str, tuple[Callable[[Served, EngineStats], float], str]] = {
     "num_requests_running": (lambda _, stats: stats.running, "Requests that have a slot."),
     "num_requests_waiting": (lambda _, stats: stats.waiting, "Requests that wait for one."),
-    "first_token_wait_seconds": (lambda _, stats: stats.first_token_wait_seconds, "How long the request has waited that waits longest for its first token."),
+    "first_token_wait_seconds": (lambda _, stats: stats.first_token_wait_seconds, "Longest that a request has been waiting for its first token now."),
     "max_num_seqs": (lambda served, _: served.engine.info.max_seqs or served.engine.info.max_slots, "Requests that may run at once."),
-    "kv_cache_usage_perc": (lambda _, stats: _share(stats.kv_used_tokens - stats.kv_idle_tokens, stats.kv_cells), "KV cells of running requests, 0 to 1."),
+    "kv_cache_usage_perc": (
+        lambda _, stats: _share(stats.kv_used_tokens - stats.kv_idle_tokens, stats.kv_cells), "KV cells of running requests, 0 to 1."),
     "kv_cache_idle_perc": (lambda _, stats: _share(stats.kv_idle_tokens, stats.kv_cells), "KV cells of conversations kept for reuse, 0 to 1."),
     "engine_healthy": (lambda _, stats: stats.health.status == "ok", "1 while the engine makes progress."),
 }
@@ -90,7 +91,8 @@ MISS_REASONS = {
 """What the engine's sentences about a cache miss contain, and the word for it. The words are few and fixed: each is a time series."""
 
 COMPATIBLE = {
-    **{f"vllm:{name}": name for name in (*HISTOGRAMS, "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success_total")},
+    **{f"vllm:{name}": name for name in HISTOGRAMS},
+    **{f"vllm:{name}": name for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success_total")},
     **{f"vllm:{name}": name for name in ENGINE_COUNTERS if name.startswith(("prompt_", "generation_", "prefix_", "num_", "spec_"))},
     "llamacpp:prompt_tokens_total": "prefill_tokens_total",
     "llamacpp:tokens_predicted_total": "generation_tokens_total",
@@ -154,7 +156,7 @@ class Metrics:
                 self._count("prefix_cache_misses_total", *key, miss_reason(usage.cache_miss))
 
     def refused(self, model: str, code: str) -> None:
-        """A request that never became an answer. ``code`` is the server's own word for it; a name that no model has is left out, it is the client's."""
+        """A request that never became an answer. ``code`` is the server's own word; a name that no model has is left out, it is the client's."""
         known = any(status.name == model for status in self._pool.status())
         with self._lock:
             self._count("request_refused_total", model if known else "", code)

@@ -16,7 +16,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 async def scrape(client: HttpClient) -> Snapshot:
-    """What the server's /metrics say now. Raises an `EdgeInferError` of one sentence: unreachable, silent, in want of a key, or not this kind of server."""
+    """What the server's /metrics say now. Raises `ServerUnreachable`, `ServerFailed` (for another kind of server too) and `BadRequest` (no key)."""
     url = client.address.url
     try:
         async with asyncio.timeout(PATIENCE_S):
