@@ -87,6 +87,11 @@ def test_an_allowed_origin(guarded: Server) -> None:
     assert streamed.headers["access-control-allow-origin"] == APP and "access-control-allow-credentials" not in streamed.headers
 
 
+def test_an_allowed_page_may_read_why_it_is_refused(guarded: Server) -> None:
+    response = httpx.get(guarded.v1 + "/models", headers={"Origin": APP})
+    assert response.status_code == 401 and response.headers["access-control-allow-origin"] == APP
+
+
 def test_a_request_without_an_origin_gets_no_cors_headers(plain: Server) -> None:
     assert not [name for name in httpx.get(plain.v1 + "/models").headers if name.startswith("access-control")]
 
@@ -129,7 +134,7 @@ def test_loopback_needs_none(host: str) -> None:
 
 @pytest.mark.parametrize("wrong", [
     {"port": 70000}, {"port": -1}, {"api_keys": ("",)}, {"api_keys": ("a b\n",)}, {"api_keys": ("ü",)}, {"allowed_origins": ("*",)}, {"allowed_origins": ("app.example",)},
-    {"allowed_origins": ("https://app.example/path",)}, {"max_body_bytes": 0}, {"ping_seconds": 0}, {"drain_seconds": -1}, {"drain_seconds": float("nan")},
+    {"allowed_origins": ("https://app.example/path",)}, {"log_prompts": True}, {"max_body_bytes": 0}, {"ping_seconds": 0}, {"drain_seconds": -1}, {"drain_seconds": float("nan")},
 ])
 def test_options_that_make_no_sense(wrong: dict) -> None:
     with pytest.raises(BadRequest):

@@ -48,6 +48,7 @@ def create_app(pool: ModelPool, metrics_of: Metrics, options: ServerOptions = Se
         exception_handlers={HTTPException: http_exception, Refusal: http_exception},
     )
     app.router.redirect_slashes = False
+    app.state.access_log = access_log
     app.state.pool = pool
     app.state.metrics = metrics_of
     app.state.options = options

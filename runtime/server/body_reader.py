@@ -29,7 +29,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise Refusal(415, "The body must not be compressed.", code="unsupported_media_type")
     too_long = Refusal(413, f"The body is longer than the {limit:,} bytes this server takes (--max-body).", code="body_too_large")
     declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdigit() and (len(declared) > 15 or int(declared) > limit):
         raise too_long
     parts: list[bytes] = []
     size = 0

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from edgeinfer.runtime.server.metrics import Metrics
 from edgeinfer.runtime.server.options import ServerOptions
 from edgeinfer.runtime.server.pool import ModelPool, ModelSource, PoolOptions
 from edgeinfer.runtime.server.watch import watch
-from edgeinfer.runtime.service import Engine
 
+THREADS = 64                             # for templates, tokenizers and compilers
 KEEP_ALIVE_S = 65                        # longer than clients keep idle connections: they close them, and never send into one just closed here
 
 Resolve = Callable[[str], tuple[str, Path]]
@@ -39,7 +40,7 @@ def serve(
     listener = bind(options.host, options.port)
     with contextlib.closing(listener):
         sources = model_sources(args, resolve)
-        pool = ModelPool(sources, load=_loader(args, engine_options), options=_pool_options(args))
+        pool = model_pool(args, sources, engine_options)
         show = out or _printer(options)
         logging.basicConfig(format="edgeinfer: %(message)s", stream=sys.stderr, level=logging.WARNING)
         asyncio.run(_run(pool, Metrics(pool, compat=args.metrics_compat), options, listener, [source.name for source in sources], tuple(rules), show))
@@ -55,6 +56,8 @@ async def _run(
         app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(options.drain_seconds) + 10,
     )
+    # Requests that compile a schema wait for each other in their threads; those that only tokenise must find one.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="edgeinfer-request"))
     url = _url(listener)
     watching = None
     try:
@@ -73,6 +76,8 @@ async def _run(
         if watching is not None:
             watching.cancel()
         await pool.close()
+        if app.state.access_log is not None:
+            app.state.access_log.close()
 
 
 class DrainingServer(uvicorn.Server):
@@ -163,13 +168,17 @@ def _pool_options(args: argparse.Namespace) -> PoolOptions:
     )
 
 
-def _loader(args: argparse.Namespace, engine_options: dict[str, Any]) -> Callable[[ModelSource], Engine]:
-    from edgeinfer.runtime.load import load
+def model_pool(args: argparse.Namespace, sources: Iterable[ModelSource], engine_options: dict[str, Any]) -> ModelPool:
+    """The models, each to be loaded as the flags say."""
+    from edgeinfer.runtime.load import load, memory_needed
 
-    def make(source: ModelSource) -> Engine:
-        return load(source.path, parallel=args.parallel, max_waiting=args.max_waiting, lora=source.adapters, **engine_options)
+    def options(source: ModelSource) -> dict[str, Any]:
+        return {**engine_options, "parallel": args.parallel, "max_waiting": args.max_waiting, "lora": source.adapters}
 
-    return make
+    def needed(source: ModelSource) -> int:
+        return memory_needed(source.path, **{name: value for name, value in options(source).items() if name != "chat_template"})
+
+    return ModelPool(sources, load=lambda source: load(source.path, **options(source)), needed=needed, options=_pool_options(args))
 
 
 # -------------------------------------------------------------------------------------------------------------------- socket

@@ -56,6 +56,8 @@ class ServerOptions:
             scheme, separator, rest = origin.partition("://")
             if not separator or not scheme or not rest or "/" in rest or "*" in rest:
                 raise BadRequest(f"--allow-origin takes an origin such as https://app.example, not {origin!r}.")
+        if self.log_prompts and self.access_log is None:
+            raise BadRequest("--log-prompts says what the access log holds; name one with --access-log.")
         for name, low in (("max_body_bytes", 1), ("max_headers", 1), ("max_messages", 1), ("max_choices", 1)):
             if getattr(self, name) < low:
                 raise BadRequest(f"{name} must be at least {low}, not {getattr(self, name)}.")

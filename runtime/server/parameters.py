@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,), "samplers": (), "verbosity": ("medium",),
 }
+_MOST_WARNINGS = 20                      # a body may hold a million fields that nobody knows
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty", "repeat_last_n", "seed", "max_tokens", "ignore_eos",
 )
@@ -44,7 +45,8 @@ class Judge:
         """Refuse, or go on without the field."""
         if not self.lenient:
             raise bad_field(param, message, code="unsupported_parameter")
-        self.warnings.append(message)
+        if len(self.warnings) < _MOST_WARNINGS:
+            self.warnings.append(message)
 
     def unknown_fields(self, body: BaseModel) -> None:
         for name, value in (body.model_extra or {}).items():

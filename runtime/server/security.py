@@ -41,27 +41,16 @@ class Security:
             return
         try:
             origin = self._checked_origin(scope)
-            if scope["method"] == "OPTIONS" and origin is not None and _header(scope, b"access-control-request-method"):
-                await Response(status_code=204, headers=self._preflight(scope, origin))(scope, receive, send)
-                return
+            if origin is not None:                       # only now: a page that may not ask may not read why either
+                send = _allowing(origin, send)
+                if scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method"):
+                    await Response(status_code=204, headers=_preflight(scope))(scope, receive, send)
+                    return
             self._check_key(scope)
         except Refusal as refusal:
-            # Without CORS headers: a page that may not ask may not read why either.
             await reply_to(refusal)(scope, receive, send)
             return
-        if origin is None:
-            await self.app(scope, receive, send)
-            return
-        headers = [
-            (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"), (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
-        ]
-
-        async def allowing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
-            await send(message)
-
-        await self.app(scope, receive, allowing)
+        await self.app(scope, receive, send)
 
     def _checked_origin(self, scope: Scope) -> str | None:
         """The Origin when there is one, which is then allowed. Refuses others, unknown hosts, and too many headers."""
@@ -98,12 +87,25 @@ class Security:
                 401, "This server asks for a key, in the header Authorization: Bearer KEY.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _preflight(self, scope: Scope, origin: str) -> dict[str, str]:
-        asked = _header(scope, b"access-control-request-headers")
-        return {
-            "Access-Control-Allow-Origin": origin, "Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600", "Vary": "Origin",
-            "Access-Control-Allow-Headers": asked if asked.isascii() and asked.isprintable() else "Authorization, Content-Type",
-        }
+
+def _allowing(origin: str, send: Send) -> Send:
+    """``send`` with the headers that let a page of ``origin`` read the reply."""
+    headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"), (b"access-control-expose-headers", b"X-Request-Id, Retry-After")]
+
+    async def allowing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return allowing
+
+
+def _preflight(scope: Scope) -> dict[str, str]:
+    asked = _header(scope, b"access-control-request-headers")
+    return {
+        "Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600",
+        "Access-Control-Allow-Headers": asked if asked.isascii() and asked.isprintable() else "Authorization, Content-Type",
+    }
 
 
 def _header(scope: Scope, name: bytes) -> str:
