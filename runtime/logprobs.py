@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class AnswerLogprobs:
         self._emitted += len(text)
         return self._take(lambda start, end: start < self._emitted or not stopped)
 
-    def _take(self, ready) -> tuple[TokenLogprob, ...]:
+    def _take(self, ready: Callable[[int, int], bool]) -> tuple[TokenLogprob, ...]:
         taken = []
         while self._held and ready(*self._held[0][:2]):
             taken.append(self._held.popleft()[2])
@@ -72,10 +73,7 @@ class PromptScores:
         self._prompt = tuple(prompt)
         self._alternatives = alternatives
         self._entries: list[TokenLogprob | None] = [None]                # nothing precedes the first token
-
-    @property
-    def complete(self) -> bool:
-        return len(self._entries) >= len(self._prompt)
+        self.complete = False                            # all rows were seen, the last of which is the answer's
 
     @property
     def entries(self) -> tuple[TokenLogprob | None, ...]:
@@ -83,7 +81,7 @@ class PromptScores:
 
     def add(self, start: int, rows: np.ndarray) -> None:
         """``rows`` are the logits at positions ``start``, ``start`` + 1, ...; the one at position p says how likely token p + 1 was."""
-        for row in rows[len(self._entries) - 1 - start :]:
-            if self.complete:
-                return
-            self._entries.append(token_logprob(row, self._prompt[len(self._entries)], self._alternatives))
+        known = len(self._entries)
+        for row, token in zip(rows[known - 1 - start :], self._prompt[known:]):
+            self._entries.append(token_logprob(row, token, self._alternatives))
+        self.complete = start + len(rows) == len(self._prompt)

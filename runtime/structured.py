@@ -1,9 +1,8 @@
 """The one door to llguidance: answers that follow a JSON schema, a regular expression or a grammar.
 
 What is asked for is compiled in the caller's thread, once for each source, and remembered; unless it is short and simple it is tried in a process of
-its own first (`grammar_check`). The rule is to fail closed: whatever llguidance does not
-support exactly is a `BadRequest` that names the place; nothing is ignored or approximated. The values end at their last character: no white space
-follows, and between the tokens of JSON there is a bounded amount of it.
+its own first (`grammar_check`). The rule is to fail closed: whatever llguidance does not support exactly is a `BadRequest` that names the place, and
+nothing is ignored or approximated. Values end at their last character: no white space follows, and between the tokens of JSON it is bounded.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ MAX_REMEMBERED = 128                     # compiled constraints
 _PATIENCE = 10.0                         # seconds that a request waits for others to be compiled
 _LOCATING = 3.0                          # seconds to find the part of a schema that is at fault, and the largest one that is searched
 _LOCATED = 16 * 1024
+_TRIED_TOKENS = 8
 _SIMPLE = 2_000                          # characters of a schema that is compiled without trying, if it has none of the keywords that may take long
 _INTRICATE = re.compile(r'"(pattern|patternProperties|multipleOf|allOf|format)"')
 # Seconds of computing that the masks of one answer may take: to begin with, and more for each token. Far above what schemas and sane grammars need.
@@ -82,7 +82,7 @@ class Grammars:
         schema = {} if schema is True else {key: value for key, value in schema.items() if key != "x-guidance"}
         source = schema_text(schema)
         simple = len(source) <= _SIMPLE and not _INTRICATE.search(source)
-        return self._remembered("JSON schema", source, lambda: _schema_grammar(source), simple=simple, where=lambda: _locate(schema))
+        return self._remembered("JSON schema", source, lambda: _schema_grammar(source), simple=simple, where=lambda: _locate(schema, simple))
 
     def json_object(self) -> CompiledConstraint:
         """Any JSON object."""
@@ -136,13 +136,25 @@ class Grammars:
         if matcher.is_error():
             raise BadRequest(f"The {kind} cannot be used{where()}: {_one_line(matcher.get_error())}.")
         constraint = CompiledConstraint(matcher, self._n_vocab)
-        try:
-            possible = bool(constraint.start().allowed().any())
-        except BackendFailed as error:
-            raise BadRequest(f"The {kind} admits no text, or none that is found in a short time.") from error
-        if not possible:
-            raise BadRequest(f"The {kind} admits no text.")
+        self._try_out(constraint, kind)
         return constraint
+
+    def _try_out(self, constraint: CompiledConstraint, kind: str) -> None:
+        """Follow it for a few tokens: what cannot be followed is better refused now."""
+        state = constraint.start()
+        try:
+            for step in range(_TRIED_TOKENS):
+                possible = np.flatnonzero(np.unpackbits(state.allowed(), count=self._n_vocab, bitorder="little"))
+                if not len(possible) and not step:
+                    raise BadRequest(f"The {kind} admits no text.")
+                token = next((int(token) for token in possible if token not in self._vocab.end_ids), None)
+                if token is None:
+                    return
+                state.accept(token)
+                if state.complete:
+                    return
+        except BackendFailed as error:
+            raise BadRequest(f"The {kind} cannot be used: it admits no text, or is too complex to follow.") from error
 
     def _find(self, key: tuple[str, str]) -> CompiledConstraint | None:
         with self._lookup:
@@ -259,7 +271,7 @@ def _schema_grammar(source: str) -> str:
     return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS)
 
 
-def _locate(schema: dict[str, Any]) -> str:
+def _locate(schema: dict[str, Any], simple: bool) -> str:
     """Where in a schema that does not compile the fault is: the deepest part that on its own does not compile either."""
     if len(json.dumps(schema)) > _LOCATED:
         return ""
@@ -267,13 +279,19 @@ def _locate(schema: dict[str, Any]) -> str:
     until = time.monotonic() + _LOCATING
     while (left := until - time.monotonic()) > 0:
         inside = parts(at, schema)
-        failure = first_failure(_CHECK, [_schema_grammar(json.dumps(part)) for _, part in inside], left)
+        grammars = [_schema_grammar(json.dumps(part)) for _, part in inside]
+        failure = _first_failure_here(grammars) if simple else first_failure(_CHECK, grammars, left)
         if failure is None:
             break
         step, at = inside[failure[0]]
         at = {key: value for key, value in at.items() if key not in ("$defs", "definitions")}        # they are looked at once
         path += step
     return place(path)
+
+
+def _first_failure_here(grammars: list[str]) -> tuple[int, str] | None:
+    errors = (LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False, **_LIMITS)) for grammar in grammars)
+    return next(((index, messages[0]) for index, (wrong, messages) in enumerate(errors) if wrong), None)
 
 
 _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n\s*\^+\s*error: (.*)", re.DOTALL)
