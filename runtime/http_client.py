@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -44,7 +45,8 @@ class Address:
         if parts.scheme not in ("http", "https") or not parts.hostname or any(char.isspace() for char in url):
             raise BadRequest(f"{url!r} is not the URL of a server; give one such as http://127.0.0.1:8080.")
         if parts.username is not None or parts.query or parts.fragment:
-            raise BadRequest(f"A server's URL has no user, query or fragment; give one such as {parts.scheme}://{parts.hostname}, and a key with --api-key.")
+            plain = f"{parts.scheme}://{parts.hostname}"
+            raise BadRequest(f"A server's URL has no user, query or fragment; give one such as {plain}, and a key with --api-key.")
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         tls = parts.scheme == "https"
         return cls(f"{parts.scheme}://{parts.netloc}{path}", parts.hostname, port or (443 if tls else 80), tls, path)
@@ -172,8 +174,7 @@ class HttpClient:
         except ssl.SSLError as error:
             raise ServerUnreachable(f"{address.url} cannot be reached over TLS: {error.reason or error}.") from error
         except (OSError, UnicodeError) as error:         # a host name that is none fails to encode
-            reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-            raise ServerUnreachable(f"No server answers at {address.url}: {reason}; start one there or correct the URL.") from error
+            raise ServerUnreachable(f"No server answers at {address.url}: {_reason(error)}; start one there or correct the URL.") from error
         return _Connection(address.url, reader, writer, self._timeout_s)
 
     def _head(self, method: str, path: str, payload: bytes) -> bytes:
@@ -192,6 +193,14 @@ class HttpClient:
         if self._api_key is not None:
             lines.append(f"Authorization: Bearer {self._api_key}")
         return "\r\n".join([*lines, "", ""]).encode()
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return "the name of its host is none"
+    if error.errno is not None and error.errno > 0:      # asyncio's own text names addresses instead of the reason
+        return os.strerror(error.errno)
+    return (error.strerror or str(error)).rstrip(".")
 
 
 class _Stale(Exception):

@@ -18,9 +18,10 @@ class RemoteModel:
 
 
 async def find_model(client: HttpClient, name: str | None, *, any_of_them: bool = False) -> RemoteModel:
-    """The model of that name, or the only one there is (with ``any_of_them``, the first of several, or one without a name). Raises `ServerFailed` (`ServerUnreachable`) and `BadRequest`.
+    """The model of that name, or the only one there is; with ``any_of_them``, the first of several, or one without a name.
 
-    A name that the server does not list is let through: several servers know short names and aliases.
+    Raises `ServerFailed` (`ServerUnreachable`) and `BadRequest`. A name that the server does not list is let through: several servers know short
+    names and aliases.
     """
     url = client.address.url
     async with client.request("GET", "/v1/models") as response:

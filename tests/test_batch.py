@@ -41,7 +41,8 @@ def own_home(tmp_path, monkeypatch) -> None:
 
 
 def chat(custom_id: str, text: str = "hi", **body) -> dict:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": text}], **body}}
+    messages = [{"role": "user", "content": text}]
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages, **body}}
 
 
 def written(path: Path, *lines) -> Path:
@@ -61,9 +62,11 @@ def engine(script=(b"a", b"b", b"c"), **options) -> Engine:
 
 
 def test_requests_are_read_with_their_bodies(tmp_path) -> None:
-    lines = [chat("a", "one"), chat("b\u00e4", "two", max_tokens=3), {"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["x", "y"]}}]
+    embeddings = {"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["x", "y"]}}
+    lines = [chat("a", "one"), chat("b\u00e4", "two", max_tokens=3), embeddings]
+    first, second, third = (json.dumps(line, ensure_ascii=False).encode() for line in lines)
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(lines[0]).encode() + b"\r\n\n  \n" + json.dumps(lines[1], ensure_ascii=False).encode() + b"\n" + json.dumps(lines[2]).encode())
+    path.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\n  \n" + second + b"\n" + third)
     with RequestFile(path) as source:
         assert [request.custom_id for request in source.requests] == ["a", "b\u00e4", "c"]
         assert [source.body(request) for request in reversed(source.requests)] == [(line["url"], line["body"]) for line in reversed(lines)]
@@ -72,10 +75,11 @@ def test_requests_are_read_with_their_bodies(tmp_path) -> None:
 def test_every_bad_line_is_listed_at_once(tmp_path) -> None:
     good = chat("good")
     bad = [
-        (b"{not json", "not JSON"), (b"[1]", "no JSON object"), ({**good, "custom_id": None}, "no custom_id"), ({**good, "custom_id": 3}, "3 is no text"),
+        (b"{not json", "not JSON"), (b"[1]", "no JSON object"), ({**good, "custom_id": None}, "no custom_id"), ({**good, "custom_id": 3}, "3 is no"),
         (chat("good"), "'good' is that of line 1"), ({**chat("u"), "url": "/v1/audio"}, "'/v1/audio'"), ({**chat("m"), "method": "GET"}, "'GET'"),
         ({**chat("b"), "body": [1]}, "body is no JSON object"), ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "no body"),
-        (chat("s", stream=True), "stream"), (b'{"custom_id": "\xff"}', "UTF-8"), (b'{"custom_id": NaN}', "NaN"), (b"[" * 100_000, "nested"), (b"1" * 6000, "not JSON"),
+        (chat("s", stream=True), "stream"), (b'{"custom_id": "\xff"}', "UTF-8"), (b'{"custom_id": NaN}', "NaN"), (b"[" * 100_000, "nested"),
+        (b"1" * 6000, "not JSON"),
     ]
     path = written(tmp_path / "in.jsonl", good, *(line for line, _ in bad), chat("fine"))
     with pytest.raises(BadRequest) as found:
@@ -147,7 +151,8 @@ def test_a_file_cut_anywhere_loses_only_its_last_line(tmp_path) -> None:
     with RequestFile(written(tmp_path / "in.jsonl", *(chat(f"r{n}", f"text {n}") for n in range(4)))) as source:
         answered(path, source, 4)
         content = path.read_bytes()
-        for cut in range(len(content) + 1):
+        ends = [at for at, byte in enumerate(content) if byte == 10]
+        for cut in sorted({*range(0, len(content), 7), *(end + step for end in ends for step in (0, 1, 2) if end + step <= len(content))}):
             path.write_bytes(content[:cut])
             kept = content[:cut].count(b"\n")
             with ResultFile(path, source.requests) as output:
@@ -160,9 +165,10 @@ def test_a_file_cut_anywhere_loses_only_its_last_line(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (lambda lines: [*lines, lines[0]], "'r0' once more"), (lambda lines: [lines[0].replace("r0", "r9"), lines[1]], "'r9'"), (lambda lines: [*lines, "{}"], "line 3"),
-    (lambda lines: ["", *lines], "line 1"), (lambda lines: ["my notes"], "line 1"), (lambda lines: [json.dumps(chat("r0"))], "line 1"),
-    (lambda lines: [lines[0].replace("batch_req_", "batch_req_0")], "another request"), (lambda lines: [lines[0].replace('"r0"', '["r0"]')], "line 1"),
+    (lambda lines: [*lines, lines[0]], "'r0' once more"), (lambda lines: [lines[0].replace("r0", "r9"), lines[1]], "'r9'"),
+    (lambda lines: [*lines, "{}"], "line 3"), (lambda lines: ["", *lines], "line 1"), (lambda lines: ["my notes"], "line 1"),
+    (lambda lines: [json.dumps(chat("r0"))], "line 1"), (lambda lines: [lines[0].replace('"r0"', '["r0"]')], "line 1"),
+    (lambda lines: [lines[0].replace("batch_req_", "batch_req_0")], "another request"),
     (lambda lines: [lines[0].replace('"response": {', '"other": {')], "line 1"),
 ])
 @pytest.mark.parametrize("end", ["\n", "\nnotes without an end", '\n{"id": "batch_req_12'])
@@ -304,7 +310,8 @@ def test_as_many_at_a_time_as_asked_in_order(tmp_path, concurrency) -> None:
     sender = Scripted()
     assert worked(tmp_path, sender, [f"t{n}" for n in range(20)], concurrency=concurrency) == []
     assert sender.asked == [f"t{n}" for n in range(20)] and sender.most == min(concurrency, 20)
-    assert {line["custom_id"]: line["response"]["body"]["said"] for line in replies(tmp_path / "out.jsonl")} == {f"id {n}": f"t{n}" for n in range(20)}
+    found = {line["custom_id"]: line["response"]["body"]["said"] for line in replies(tmp_path / "out.jsonl")}
+    assert found == {f"id {n}": f"t{n}" for n in range(20)}
 
 
 def test_a_failure_is_a_line_and_not_the_end(tmp_path) -> None:
@@ -312,7 +319,8 @@ def test_a_failure_is_a_line_and_not_the_end(tmp_path) -> None:
     worked(tmp_path, Scripted(lambda text, times: broken.get(text, Reply(200, {}))), ["a", "bad", "b", "lost", "c"])
     found = {line["custom_id"]: line for line in replies(tmp_path / "out.jsonl")}
     assert len(found) == 5 and all(set(line) == {"id", "custom_id", "response", "error"} for line in found.values())
-    assert found["id 1"]["response"] == {"status_code": 400, "request_id": "req-1", "body": {"error": {"message": "no"}}} and found["id 1"]["error"] is None
+    assert found["id 1"]["response"] == {"status_code": 400, "request_id": "req-1", "body": {"error": {"message": "no"}}}
+    assert found["id 1"]["error"] is None
     assert found["id 3"]["response"] is None and found["id 3"]["error"] == {"code": "server_failed", "message": "It broke off."}
 
 
@@ -354,8 +362,10 @@ def test_in_process_answers_are_the_server_s(tmp_path) -> None:
     import httpx
 
     asked = [
-        ("/v1/chat/completions", {"model": "gpt-x", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2}), ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/completions", {"prompt": 7}), ("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "x" * 9000}),
+        ("/v1/chat/completions", {"model": "gpt-x", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/embeddings", {"input": ["one", "two"], "encoding_format": "base64"}), ("/v1/completions", {"prompt": 7}),
+        ("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "x" * 9000}),
     ]
 
     async def work_() -> list[Reply]:
@@ -368,7 +378,7 @@ def test_in_process_answers_are_the_server_s(tmp_path) -> None:
             over = httpx.post(server.url + url, json={**body, "model": "mine"})
             assert reply.status == over.status_code and reply.request_id
             assert _steady(reply.body) == _steady(over.json())
-    assert [reply.status for reply in found] == [200, 200, 400, 400, 400] and found[0].body["choices"][1]["message"]["content"] == "ab"
+    assert [reply.status for reply in found] == [200, 200, 200, 400, 400, 400] and found[0].body["choices"][1]["message"]["content"] == "ab"
 
 
 def _steady(body: dict) -> dict:
@@ -432,19 +442,24 @@ def test_places_are_told_apart() -> None:
     assert arguments.places(parsed("--url", "http://x", "in", "out")) == (None, Path("in"), Path("out"))
 
 
-@pytest.mark.parametrize("words", [["--url", "http://x", "in.jsonl", "out", "-np", "2"], ["--url", "http://x", "in.jsonl", "out", "-c", "99"], ["m", "in.jsonl", "out", "--api-key", "k"]])
+@pytest.mark.parametrize("words", [
+    ["--url", "http://x", "in.jsonl", "out", "-np", "2"], ["--url", "http://x", "in.jsonl", "out", "-c", "99"],
+    ["m", "in.jsonl", "out", "--api-key", "k"],
+])
 def test_flags_that_would_be_ignored_are_refused(words) -> None:
     with pytest.raises(BadRequest, match="--"):
         command.run(parsed(*words), lambda name: (name, Path(name)), {}, lambda *stage: None)
 
 
 def batch(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "edgeinfer", "batch", *map(str, words)], capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "edgeinfer", "batch", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
 
 
 def test_at_a_server_from_file_to_file(tmp_path) -> None:
     lines = [chat(f"r{n}", f"question {n}", model="whatever") for n in range(20)]
-    path = written(tmp_path / "in.jsonl", *lines, {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "temperature": "hot"}})
+    bad = {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "temperature": "hot"}}
+    path = written(tmp_path / "in.jsonl", *lines, bad)
     out = tmp_path / "out.jsonl"
     with serving({"mine": engine()}, api_keys=("k",)) as server:
         refused = batch("--url", server.url, path, out)
@@ -507,9 +522,24 @@ def test_a_run_that_is_stopped_goes_on_later_and_loses_nothing(tmp_path, how) ->
     assert all(line["response"]["body"]["said"] == line["custom_id"] for line in replies(out))
 
 
+def test_an_interrupt_in_process_keeps_what_is_answered(smollm2_gguf, tmp_path) -> None:
+    endless = {"max_tokens": 4000, "temperature": 0, "logit_bias": {"2": -100, "0": -100}}
+    path = written(tmp_path / "in.jsonl", chat("endless", **endless), *(chat(f"r{n}", max_tokens=1) for n in range(3)))
+    out = tmp_path / "out.jsonl"
+    words = [sys.executable, "-m", "edgeinfer", "batch", str(smollm2_gguf), str(path), str(out), "-np", "2", "-c", "8192", "-t", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    while not (out.exists() and out.read_bytes().count(b"\n") == 3) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "3 answered, 0 failed, 1 left" in stdout and "Traceback" not in stderr, stderr
+    assert sorted(line["custom_id"] for line in replies(out)) == ["r0", "r1", "r2"]
+
+
 def test_on_the_demo_model(smollm2_gguf, tmp_path) -> None:
     lines = [chat(f"r{n}", f"Say {n}", max_tokens=2, model="gpt-4o-mini", temperature=0) for n in range(4)]
-    path, out = written(tmp_path / "in.jsonl", *lines, {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 2}}), tmp_path / "out.jsonl"
+    raw = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 2}}
+    path, out = written(tmp_path / "in.jsonl", *lines, raw), tmp_path / "out.jsonl"
     done = batch(smollm2_gguf, path, out, "-np", "2", "-c", "256", "-t", "1")
     assert done.returncode == 0 and "5 requests: 5 answered, 0 failed" in done.stdout, done.stderr
     for line in replies(out):

@@ -46,7 +46,10 @@ def test_addresses(text, url, host, port, path) -> None:
     assert (found.url, found.host, found.port, found.path, found.tls) == (url, host, port, path, text.startswith("https"))
 
 
-@pytest.mark.parametrize("text", ["", "http://", "ftp://x", "http://x:port", "http://x:99999", "http://me:secret@x", "http://x/?a=b", "http://x y", "http://x\r\nHost: y", "http://[::1"])
+@pytest.mark.parametrize("text", [
+    "", "http://", "ftp://x", "http://x:port", "http://x:99999", "http://me:secret@x", "http://x/?a=b",
+    "http://x y", "http://x\r\nHost: y", "http://[::1",
+])
 def test_what_is_no_address_is_refused_without_a_secret_in_the_sentence(text) -> None:
     with pytest.raises(BadRequest) as found:
         Address.of(text)
@@ -134,11 +137,14 @@ def test_leaving_early_hangs_up() -> None:
         assert server.left.wait(20)
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(("pieces", "named"), [
-    ([HANG_UP], "without a reply"), ([b"HTTP/1.1 200", HANG_UP], "head"), ([b"SSH-2.0-OpenSSH_9.6\r\n\r\n"], "no HTTP"), ([b"x" * 70_000, HANG_UP], "no HTTP"),
-    ([b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf", HANG_UP], "broke off"), ([b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n"], "no HTTP"),
-    ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", HANG_UP], "broke off"), ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n", HANG_UP], "broke off"),
-    ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"], "no HTTP"),
+    ([HANG_UP], "without a reply"), ([b"HTTP/1.1 200", HANG_UP], "head"), ([b"SSH-2.0-OpenSSH_9.6\r\n\r\n"], "no HTTP"),
+    ([b"x" * 70_000, HANG_UP], "no HTTP"), ([b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n"], "no HTTP"),
+    ([b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf", HANG_UP], "broke off"), ([CHUNKED + b"5\r\nab", HANG_UP], "broke off"),
+    ([CHUNKED + b"5\r\nabcde\r\n", HANG_UP], "broke off"), ([CHUNKED + b"zz\r\n"], "no HTTP"),
 ])
 def test_every_way_to_break_off_is_one_error(pieces, named) -> None:
     with raw_server(lambda request: pieces) as server:
@@ -181,7 +187,8 @@ def test_plain_http_where_tls_is_expected() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_tls_and_its_certificates(tmp_path, monkeypatch) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost"]
     subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)

@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "edgeinfer batch (MODEL | --url URL) INPUT OUTPUT [options]"
     parser.add_argument("first", metavar="MODEL", help="a .gguf file, a store or catalogue name, or a hub id; leave it out with --url")
     parser.add_argument("second", metavar="INPUT", help='JSON lines: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}')
-    parser.add_argument("third", metavar="OUTPUT", nargs="?", help="one line for each reply, appended; replies that are there already are kept and not asked for again")
+    parser.add_argument("third", metavar="OUTPUT", nargs="?", help="a line for each reply, appended; what is there is not asked again")
     group = parser.add_argument_group("work")
-    group.add_argument("--concurrency", type=int, default=0, metavar="N", help=f"requests under way at once (default: twice -np; {HTTP_CONCURRENCY} with --url)")
+    group.add_argument("--concurrency", type=int, default=0, metavar="N", help=f"requests at once (default: twice -np; {HTTP_CONCURRENCY} with --url)")
     group.add_argument("--retry-failed", action="store_true", help="ask again what failed in an earlier run; without it, failures count as done")
     group.add_argument("-np", "--parallel", type=int, default=0, metavar="N", help=f"sequences that run at once (default: {SEQUENCES})")
     add_server_arguments(parser.add_argument_group("a server instead of a model loaded here"))

@@ -38,7 +38,10 @@ class Outcome:
 
 
 def run(args: argparse.Namespace, resolve: Callable[[str], tuple[str, Path]], options: dict[str, Any], progress: Progress) -> Outcome:
-    """``resolve`` gives a model's name and file. Raises `BadRequest` before a model is loaded or a server is asked; whatever ends the work later is in the outcome."""
+    """``resolve`` gives a model's name and file.
+
+    Raises `BadRequest` before a model is loaded or a server is asked; whatever ends the work later is in the outcome.
+    """
     model, input_path, output_path = arguments.places(args)
     check_flags(args, arguments.SHARED_FLAGS)
     parallel = args.parallel or arguments.SEQUENCES
@@ -86,7 +89,8 @@ def show(outcome: Outcome) -> int:
     if left:
         parts.append(f"{left:,} left")
     before = f" ({outcome.earlier:,} of them by earlier runs)" if outcome.earlier else ""
-    print(f"{outcome.output}: {outcome.requests:,} request{'s' if outcome.requests != 1 else ''}: {', '.join(parts)}{before}; {outcome.seconds:,.1f} s")
+    requests = f"{outcome.requests:,} request{'s' if outcome.requests != 1 else ''}"
+    print(f"{outcome.output}: {requests}: {', '.join(parts)}{before}; {outcome.seconds:,.1f} s")
     if outcome.error is not None:
         print(f"edgeinfer: {outcome.error}", file=sys.stderr)
     if left:

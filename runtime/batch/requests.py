@@ -88,8 +88,8 @@ class RequestFile:
 def ordered(requests: Iterable[BatchRequest]) -> list[BatchRequest]:
     """Long ones first, like beside like, and those of about one length by how they begin.
 
-    What runs at the same time is then of about one length, so that the batch stays full until it is done; the short ones at the end leave no long tail;
-    and prompts that begin alike come while their beginning is still in the cache.
+    What runs at the same time is then of about one length, so that the batch stays full until it is done; the short ones at the end leave no long
+    tail; and prompts that begin alike come while their beginning is still in the cache.
     """
     return sorted(requests, key=lambda request: (-request.tokens.bit_length(), request.opening, -request.tokens, request.offset))
 

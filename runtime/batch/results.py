@@ -108,7 +108,8 @@ class ResultFile:
                 done[custom_id] = answered
         if problems:
             more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
-            raise BadRequest("\n  - ".join([f"{self.path} does not belong to this input; name another file for the replies.", *problems[:_SHOWN], *more]))
+            first = f"{self.path} does not belong to this input; name another file for the replies."
+            raise BadRequest("\n  - ".join([first, *problems[:_SHOWN], *more]))
         if half:
             os.ftruncate(self._handle, size)
         return done

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--url", metavar="URL", help="an OpenAI-compatible server that is running, such as http://127.0.0.1:8080, in place of MODEL")
-    group.add_argument("--api-key", metavar="KEY", help="what the server at --url wants as its key; EDGEINFER_API_KEY shows it to nobody in the process list")
+    group.add_argument("--api-key", metavar="KEY", help="where the server asks for one; better in EDGEINFER_API_KEY")
     group.add_argument("--model-name", metavar="NAME", help="which of the models at --url (default: its only one)")
 
 
@@ -95,7 +95,8 @@ def settings(args: argparse.Namespace) -> Any:
         if not names:
             raise BadRequest("Nothing is left to measure: of a server at --url there are the scenarios only.")
         return Settings(
-            n_prompt=(), n_gen=(), parallel=(), scenarios=tuple(name for name in NAMES if name in names), rounds=args.rounds, quick=args.quick, seed=args.seed,
+            n_prompt=(), n_gen=(), parallel=(), scenarios=tuple(name for name in NAMES if name in names), rounds=args.rounds, quick=args.quick,
+            seed=args.seed,
         )
     if not (args.n_prompt or args.n_gen or args.n_parallel or names or args.profile):
         raise BadRequest("Nothing is left to measure; give one of -p, -n, -npl, --scenario or --profile.")

@@ -17,7 +17,9 @@ from edgeinfer.runtime.bench.session import Progress
 from edgeinfer.runtime.bench.values import Report, Settings
 
 
-def measure(args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress, version: str) -> tuple[Report, Comparison | None]:
+def measure(
+    args: argparse.Namespace, resolve: Callable[[], Path], options: dict[str, Any], progress: Progress, version: str,
+) -> tuple[Report, Comparison | None]:
     """Everything that can be wrong with the request is said before a model is loaded or a server is asked."""
     arguments.check_place(args)
     settings = arguments.settings(args)

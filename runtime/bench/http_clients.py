@@ -48,8 +48,8 @@ async def _find(address: Address, api_key: str | None, name: str | None) -> Targ
         found = await find_model(client, name)
         meta = found.meta
         target = Target(
-            address, api_key, found.name, engine=_engine(found), quantization=_text(meta.get("quantization") or meta.get("quant") or meta.get("ftype")),
-            n_ctx=_count(meta.get("n_ctx") or meta.get("max_model_len")), weight_bytes=_count(meta.get("size") or meta.get("weight_bytes")),
+            address, api_key, found.name, engine=_engine(found), quantization=_text(meta.get("quant") or meta.get("ftype")),
+            n_ctx=_count(meta.get("n_ctx") or meta.get("max_model_len")), weight_bytes=_count(meta.get("size")),
         )
         shot = await _ask(client, found.name, list(WARM_UP), Turn("warm-up", (), 8), first=True)
     if shot.error:
@@ -69,7 +69,8 @@ def run(target: Target, scenario: Scenario, progress: Count = lambda done, total
 async def _ask(client: HttpClient, model: str, messages: list[Message], turn: Turn, *, first: bool = False) -> Shot:
     """``first``: what concerns all requests, such as a wrong key, is raised."""
     body = {
-        "model": model, "messages": messages, "max_tokens": turn.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+        "model": model, "messages": messages, "max_tokens": turn.max_tokens, "temperature": 0,
+        "stream": True, "stream_options": {"include_usage": True},
     }
     shot = Shot(turn.kind, sent=time.perf_counter())
     reader = _Reader(shot)

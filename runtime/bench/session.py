@@ -101,7 +101,8 @@ class Session:
 
 
 def scenario_round(
-    run: Callable[[Scenario, clients.Count], ScenarioFigures], settings: Settings, turn: int, progress: Progress, found: dict[str, list[ScenarioFigures]],
+    run: Callable[[Scenario, clients.Count], ScenarioFigures], settings: Settings, turn: int, progress: Progress,
+    found: dict[str, list[ScenarioFigures]],
 ) -> None:
     """Every scenario once, each added to ``found`` when it is done. Every turn has words of its own: nothing of an earlier one is in the cache."""
     for name in settings.scenarios:

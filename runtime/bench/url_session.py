@@ -40,7 +40,9 @@ class UrlSession:
         return Report(
             started=self._started,
             machine=self._machine,
-            model=Model(target.model, target.quantization, target.engine, "", 0, target.n_ctx, 0, 0, "", 0, target.weight_bytes, url=target.address.url),
+            model=Model(
+                target.model, target.quantization, target.engine, "", 0, target.n_ctx, 0, 0, "", 0, target.weight_bytes, url=target.address.url,
+            ),
             settings=self._settings,
             scenarios=found,
             notices=tuple(_notices(target, found)),
@@ -53,4 +55,5 @@ def _notices(target: Target, found: Sequence[ScenarioFigures]) -> Iterator[str]:
         yield "The server sends no usage; output tokens are counted as pieces of text."
     for scenario in found:
         if scenario.name in _UNRELATED and any(2 * each.cached_tokens_mean > each.prompt_tokens_mean for each in scenario.kinds.values()):
-            yield f"Prompts of {scenario.name} were in the server's cache, as after an earlier run with this --seed; give another one, or start the server anew."
+            earlier = "as after an earlier run with this --seed; give another one, or start the server anew"
+            yield f"Prompts of {scenario.name} were in the server's cache, {earlier}."
