@@ -6,9 +6,11 @@ was divided on its way. Text that is not decided yet is held back. White space b
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 from edgeinfer.runtime.deltas import ContentDelta, ToolCallDelta
 
@@ -32,6 +34,16 @@ def _shape(tags: tuple[str, ...]) -> tuple[int, frozenset[str]]:
 def first_tag(text: str, tags: Iterable[str]) -> tuple[int, str] | None:
     """The place and name of the tag that starts first in ``text``."""
     return min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=None)
+
+
+def read_json(text: str) -> Any:
+    """The value that ``text`` spells. Raises `ValueError` for anything else, "NaN" and numbers beyond all bounds too."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    return value
 
 
 def new_call_id() -> str:

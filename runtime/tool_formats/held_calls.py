@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, new_call_id, open_start
+from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, new_call_id, open_start, read_json
 
 Call = tuple[str, str]                                   # name, and arguments as JSON text
 Reader = Callable[[str], list[Call] | None]              # the calls between two tags; None where it is no call
@@ -44,7 +44,7 @@ class HeldCalls(CallParser):
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def python_calls(text: str) -> list[Call] | None:
@@ -98,7 +98,7 @@ class _Gemma:
         end = at
         while end < len(text) and text[end] not in ",}]":
             end += 1
-        return json.loads(text[at:end].strip()), end
+        return read_json(text[at:end].strip()), end
 
     def _object(self, at: int) -> tuple[dict[str, Any], int]:
         found: dict[str, Any] = {}

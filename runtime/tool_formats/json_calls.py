@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, new_call_id
+from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, new_call_id, read_json
 from edgeinfer.runtime.tool_formats.json_span import JsonSpan
 
 # The usual order of keys, seen within the first characters of an object; any other order is read when the object is complete.
@@ -118,14 +118,15 @@ class JsonCalls(CallParser):
 
     def _object(self) -> bool:
         """At "{": a call, or something else in braces."""
-        header = _HEADER.match(self._text[:_HEAD])
+        head = self._text[:_HEAD]
+        header = _HEADER.match(head)
         if header:
             self._begin(header[1])
             self._take(header.end())
             self._span = JsonSpan()
             self._state = self._arguments
             return True
-        first = _FIRST_KEY.match(self._text)
+        first = _FIRST_KEY.match(head)
         if first and first[1] not in _CALL_KEYS:
             return self._no_call()
         end = self._span.feed(self._text[self._scanned:])
@@ -201,16 +202,16 @@ def _members(text: str) -> bool:
     if text == "}":
         return True
     try:
-        json.loads("{" + text[1:])
-    except (ValueError, RecursionError):
+        read_json("{" + text[1:])
+    except ValueError:
         return False
     return True
 
 
 def _unwrapped(text: str) -> str:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = read_json(text)
+    except ValueError:
         return text
     return value if isinstance(value, str) else "{}" if value is None else text
 
@@ -218,8 +219,8 @@ def _unwrapped(text: str) -> str:
 def _call_in(text: str, *, needs_arguments: bool) -> tuple[str, str] | None:
     """Name and arguments of a call that is one whole JSON object; None when it is none."""
     try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        value: Any = read_json(text)
+    except ValueError:
         return None
     if isinstance(value.get("function"), dict):
         value = value["function"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, first_tag, new_call_id, open_start
+from edgeinfer.runtime.tool_formats.base import SPACE, CallParser, first_tag, new_call_id, open_start, read_json
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
@@ -160,8 +160,8 @@ def _as_json(value: str, schema: Any) -> str:
     types = json_types(schema)
     text = _PYTHON_WORDS.get(value.strip(), value.strip())
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
+        parsed = read_json(text)
+    except ValueError:
         return json.dumps(value, ensure_ascii=False)
     kind = _JSON_TYPES[type(parsed)]
     fits = kind in types or (kind == "integer" and "number" in types) or (kind == "number" and types == {"integer"})
