@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,7 @@ from raw_server import MODELS, raw_server, whole
 from server_process import serving
 
 from edgeinfer import cli
-from edgeinfer.errors import BadRequest, ServerFailed, ServerUnreachable
+from edgeinfer.errors import BadRequest, Cancelled, ServerFailed, ServerUnreachable
 from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.batch import arguments, command, local, work
 from edgeinfer.runtime.batch.requests import RequestFile, ordered
@@ -415,6 +416,28 @@ def test_cancelling_frees_the_engine(tmp_path) -> None:
             while made.stats().running:
                 await asyncio.sleep(0.001)
             assert (await sender.send("/v1/completions", {"prompt": "x", "max_tokens": 2})).status == 200
+
+    asyncio.run(work_())
+
+
+def test_an_interrupt_stops_loading(tmp_path) -> None:
+    begun, left = threading.Event(), threading.Event()
+
+    def make(source) -> Engine:
+        begun.set()
+        assert left.wait(60)
+        raise Cancelled("Loading was stopped.")
+
+    async def load() -> None:
+        async with local.application("mine", tmp_path / "none.gguf", make, left.set):
+            raise AssertionError("it never loaded")
+
+    async def work_() -> None:
+        task = asyncio.create_task(load())
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.wait((task,))
+        assert task.cancelled()
 
     asyncio.run(work_())
 

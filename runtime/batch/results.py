@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,12 @@ from typing import Any
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.batch.requests import BatchRequest
 
+if sys.platform != "win32":                              # there, nothing keeps two runs from one file
+    import fcntl
+
 _BEGIN = b'{"id": "batch_req_'           # of every line written here
 _SHOWN = 5
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
 class ResultFile:
@@ -32,9 +36,10 @@ class ResultFile:
             raise BadRequest(f"{path} is a folder; name a file for the replies.")
         if not path.absolute().parent.is_dir():
             raise BadRequest(f"There is no folder {path.absolute().parent} to write {path.name} into; make it first.")
-        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._handle = os.open(path, _FLAGS, 0o666)
         try:
-            self._lock()
+            if not _locked(self._handle):
+                raise BadRequest(f"Another edgeinfer batch is writing {path}; wait for its end or name another file.")
             self.done = self._checked({request.custom_id: request for request in requests})
             if retry_failed and not all(self.done.values()):
                 self._keep_answered()
@@ -68,12 +73,6 @@ class ResultFile:
         self.close()
 
     # ----------------------------------------------------------------------------------------------------------- internals
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadRequest(f"Another edgeinfer batch is writing {self.path}; wait for its end or name another file.") from error
 
     def _lines(self) -> Iterator[bytes]:
         with open(os.dup(self._handle), "rb") as file:
@@ -116,15 +115,16 @@ class ResultFile:
 
     def _keep_answered(self) -> None:
         """The file without the lines of failed requests, written beside it and renamed; interrupted, the file is what it was."""
-        beside = self.path.with_name(f".{self.path.name}.partial")
-        handle = os.open(beside, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, os.fstat(self._handle).st_mode & 0o777)
+        target = self.path.resolve()                     # not a link to it
+        beside = target.with_name(f".{target.name}.partial")
+        handle = os.open(beside, _FLAGS | os.O_TRUNC, os.fstat(self._handle).st_mode & 0o777)
         try:
             for data in self._lines():
                 if _answered(json.loads(data)):
                     _write(handle, data)
             os.fsync(handle)
-            fcntl.flock(handle, fcntl.LOCK_EX)           # nobody knows it yet
-            os.replace(beside, self.path)
+            _locked(handle)                              # nobody else knows it yet
+            os.replace(beside, target)
         except BaseException:
             os.close(handle)
             beside.unlink(missing_ok=True)
@@ -132,6 +132,16 @@ class ResultFile:
         os.close(self._handle)
         self._handle = handle
         self.done = {custom_id: True for custom_id, answered in self.done.items() if answered}
+
+
+def _locked(handle: int) -> bool:
+    """Take the file for this run, until it is closed; False where another one has it."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _write(handle: int, data: bytes) -> None:
