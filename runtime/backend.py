@@ -81,8 +81,8 @@ class Backend(Protocol):
     def embed(self, tokens: Seq[int]) -> Generator[None, None, np.ndarray]:
         """The tokens' last hidden states, pooled as the model wants: float32 of shape (n_embd,), not normalised. Only where ``info.can_embed``.
 
-        It computes one piece between two yields (no more than a prompt chunk, where attention looks back only; else all), and returns the vector at the end; other calls may come in between
-        and neither change it nor are changed. A new one ends the one before. An aborted piece is computed again after its yield.
+        It computes one piece between two yields (no more than a prompt chunk; all, where attention looks both ways) and returns the vector at the end.
+        Other calls may come in between and neither change it nor are changed. A new one ends the one before. An aborted piece is computed again.
         """
         ...
 
@@ -95,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def abort(self) -> None:
-        """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``, or ``embed`` yield. No effect between them."""
+        """From any thread: make a running ``forward`` return soon, its unfinished chunks in ``aborted``, or ``embed`` yield. No effect otherwise."""
         ...
 
     def close(self) -> None:

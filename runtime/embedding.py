@@ -35,7 +35,7 @@ class Embeddings:
 def embedding_tokens(vocab: Vocab, info: BackendInfo, inputs: Iterable[str | Seq[int]]) -> list[list[int]]:
     """Token ids of every input: texts with the special tokens that the model wants around them (BOS, EOS, [CLS]), ids as they are.
 
-    Checks all of them before anything is computed. Raises `BadRequest`, `ContextLengthExceeded`, or `UnsupportedParameter` where the model gives no embeddings.
+    Checks all of them before anything is computed. Raises `BadRequest`, `ContextLengthExceeded`, or `UnsupportedParameter` where the model gives none.
     """
     if not info.can_embed:
         raise UnsupportedParameter(f"{info.model} gives no embeddings; load another model for them.")
@@ -46,14 +46,15 @@ def embedding_tokens(vocab: Vocab, info: BackendInfo, inputs: Iterable[str | Seq
         raise BadRequest("There is nothing to embed; give at least one input.")
     for index, item in enumerate(tokens):
         if len(item) > info.n_ctx:
-            raise ContextLengthExceeded(len(item), info.n_ctx, f"It is input {index} of {len(tokens)} to embed; split it or load the model with a larger --ctx-size.")
+            way_out = f"It is input {index} of {len(tokens)} to embed; split it or load the model with a larger --ctx-size."
+            raise ContextLengthExceeded(len(item), info.n_ctx, way_out)
     return tokens
 
 
 def _tokens_of(vocab: Vocab, info: BackendInfo, item: Any, name: str) -> list[int]:
     if isinstance(item, str):
         tokens = with_bos(vocab, vocab.encode(item, add_special=True, parse_special=True)) if item else []
-    elif isinstance(item, Seq) and all(isinstance(token, int) and not isinstance(token, bool) for token in item):
+    elif isinstance(item, Seq) and not isinstance(item, bytes) and all(isinstance(token, int) and not isinstance(token, bool) for token in item):
         tokens = list(item)
         bad = next((token for token in tokens if not 0 <= token < info.n_vocab), None)
         if bad is not None:

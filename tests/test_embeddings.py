@@ -82,7 +82,7 @@ def test_what_cannot_be_embedded_is_said_before_anything_is_computed() -> None:
     with Engine(ScriptedBackend(n_ctx=50, before_embed=gate)) as engine:
         for inputs, words in (
             ([], "nothing to embed"), ("text", "as a list"), (None, "as a list"), (["fine", ""], "Input 1 to embed is empty"), (["fine", []], "Input 1 to embed is empty"),
-            ([[1, 2], [5, 9999]], "token id 9999"), ([[-1]], "token id -1"), ([[True]], "Input 0"), ([1, 2], "Input 0"), ([["a"]], "Input 0"), ([None], "not NoneType"),
+            ([[1, 2], [5, 9999]], "token id 9999"), ([[-1]], "token id -1"), ([[True]], "Input 0"), ([1, 2], "Input 0"), ([["a"]], "Input 0"), ([None], "not NoneType"), ([b"ab"], "not bytes"),
         ):
             with pytest.raises(BadRequest, match=words):
                 engine.embed(inputs)

@@ -22,16 +22,16 @@ from edgeinfer.runtime.backends.llama_options import LlamaOptions, ggml_type, us
 from edgeinfer.runtime.values import Chunk
 
 _OK, _ABORTED = 0, 2                                     # what llama_decode returns
-_MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4                   # llama.cpp's pooling types; 0 is none
+_MEAN, _CLS, _LAST = 1, 2, 3                             # llama.cpp's pooling types; 0 is none, 4 a reranker's
 _SMALLEST = 512                                          # tokens of the smallest context
-_PIECE, _LEAST = 128, 64                                 # tokens of one native call at the start of an input, with a small vocabulary and a large one,
+_PIECE, _LEAST = 128, 64                                 # tokens of one native call, with a small vocabulary and with a large one:
+_ROWS_BYTES = 64 << 20                                   # logits come with every row, wanted or not
 _FEWEST = 32                                             # and far into a long input
-_ROWS_BYTES = 64 << 20                                   # logits come with every row, wanted or not: of a large vocabulary a piece has fewer rows
 
 
 def can_embed(model: NativeModel, header: GGUFHeader) -> bool:
     """False for rerankers, whose output is a score, and for models with an encoder and a decoder."""
-    return header.get("pooling_type") != _RANK and not llama().llama_model_has_encoder(model.handle)
+    return header.get("pooling_type", 0) in (0, _MEAN, _CLS, _LAST) and not llama().llama_model_has_encoder(model.handle)
 
 
 class EmbeddingContext:
@@ -42,7 +42,8 @@ class EmbeddingContext:
     """
 
     def __init__(
-        self, model: NativeModel, header: GGUFHeader, options: LlamaOptions, *, n_ctx: int, causal: bool, flash: int, gpu_layers: int, held: int, abort: AbortFlag,
+        self, model: NativeModel, header: GGUFHeader, options: LlamaOptions,
+        *, n_ctx: int, causal: bool, flash: int, gpu_layers: int, held: int, abort: AbortFlag,
     ):
         self._model = model
         self._header = header
@@ -99,7 +100,7 @@ class EmbeddingContext:
             yield
 
     def _size(self, tokens: int, start: int) -> int:
-        """Tokens of the piece that begins at ``start``: the further in, the fewer, which take as long. Attention that looks both ways needs all at once."""
+        """Tokens of the piece that begins at ``start``: the further in, the fewer, which take as long; all, where attention looks both ways."""
         if not self._causal:
             return tokens
         return max(_FEWEST, self._piece * self._depth // (self._depth + start)) if self._depth else self._piece
@@ -132,7 +133,8 @@ class EmbeddingContext:
         with captured_logs() as lines:
             context = lib.llama_init_from_model(self._model.handle, params)
         if not context:
-            raise OutOfMemory(f"No context of {cells:,} tokens could be made for embeddings ({last_error(lines) or 'llama.cpp gave no reason'}); embed shorter inputs.")
+            reason = last_error(lines) or "llama.cpp gave no reason"
+            raise OutOfMemory(f"No context of {cells:,} tokens could be made for embeddings ({reason}); embed shorter inputs.")
         self._context, self._memory, self._cells = context, lib.llama_get_memory(context), cells
         self._batch = Batch(rows)
 
@@ -147,8 +149,8 @@ class EmbeddingContext:
             room.append(parse_bytes(options.max_memory) - self._held)
         if room and size > min(room):
             raise OutOfMemory(
-                f"Embedding an input of this length takes a context of {cells:,} tokens, {format_bytes(size)}, and {format_bytes(max(0, min(room)))} are left; "
-                "embed shorter inputs or load the model with a smaller --ctx-size or --parallel."
+                f"Embedding an input of this length takes a context of {cells:,} tokens, {format_bytes(size)}, and "
+                f"{format_bytes(max(0, min(room)))} are left; embed shorter inputs or load the model with a smaller --ctx-size or --parallel."
             )
 
     def close(self) -> None:

@@ -69,9 +69,9 @@ class LlamaCppBackend:
             self._layout = layout_digest(self.info.fingerprint, self.info.kv_type, long_rope(header, self._n_ctx))
             self._batch = Batch(self.info.max_batch)
             if self.info.can_embed:
-                causal = bool(self._memory) and llama().llama_get_causal_attn(self._context)
                 self._embedding = EmbeddingContext(
-                    self._model, header, options, n_ctx=self._n_ctx, causal=causal, flash=flash, gpu_layers=layers, held=need.total, abort=self._abort,
+                    self._model, header, options,
+                    n_ctx=self._n_ctx, causal=self.info.can_generate, flash=flash, gpu_layers=layers, held=need.total, abort=self._abort,
                 )
         except BaseException:
             self.close()
@@ -147,7 +147,7 @@ class LlamaCppBackend:
             adapters=self._adapters.names,
             can_shift=bool(lib.llama_memory_can_shift(self._memory)) and k in SHIFTABLE,
             can_export=True,
-            can_generate=bool(self._memory),
+            can_generate=bool(self._memory) and lib.llama_get_causal_attn(self._context) and lib.llama_model_has_decoder(model.handle),
             can_embed=can_embed(model, header),
             n_embd=lib.llama_model_n_embd_out(model.handle),
             layers_offloaded=on_gpu,

@@ -36,7 +36,8 @@ async def embeddings(request: Request) -> ASGIApp:
     except BadRequest as error:
         raise Refusal(400, str(error), code=error.code, param="input") from None
     request.app.state.metrics.embedded(served.name, inputs=len(inputs), prompt_tokens=found.prompt_tokens)
-    answer: dict[str, Any] = {"object": "list", "data": [], "model": served.name, "usage": {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}}
+    usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+    answer: dict[str, Any] = {"object": "list", "data": [], "model": served.name, "usage": usage}
     if judge.warnings:
         answer["warnings"] = judge.warnings
     # In a thread: a thousand vectors of a thousand numbers are a second's worth of JSON.
