@@ -35,6 +35,12 @@ def http(server: Server) -> Iterator[httpx.Client]:
         assert client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[httpx.Client]:
+    with serving(Engine(ScriptedBackend([b"o", b"k"])), lenient=True) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
 def refused(response: httpx.Response, status: int, *, code: str | None = None, param: str | None = None) -> str:
     """The message of a refusal, whose shape is checked."""
     assert response.status_code == status, response.text
@@ -150,15 +156,19 @@ def test_what_does_not_fit_is_refused_with_both_numbers(http: httpx.Client) -> N
     {"frobnicate": 1}, {"typical_p": 0.9}, {"mirostat": 2}, {"id_slot": 3}, {"cache_prompt": False}, {"lora": "nobody"}, {"reasoning_effort": "high"},
     {"functions": [{"name": "x"}]}, {"audio": {}}, {"x" * 100: 1},
 ])
-def test_a_field_that_cannot_be_honoured_is_named(server: Server, http: httpx.Client, field: dict) -> None:
+def test_a_field_that_cannot_be_honoured_is_named(http: httpx.Client, lenient: httpx.Client, field: dict) -> None:
     name = next(iter(field))
     message = refused(http.post("/v1/chat/completions", json={"messages": USER, **field}), 400, code="unsupported_parameter", param=name if len(name) < 64 else "a field")
     assert len(message) < 300
-    with serving(Engine(ScriptedBackend([b"o", b"k"])), lenient=True) as lenient:
-        answer = httpx.post(lenient.v1 + "/chat/completions", json={"messages": USER, **field}).json()
-        assert answer["choices"][0]["message"]["content"] == "ok" and len(answer["warnings"]) == 1
-        streamed = httpx.post(lenient.v1 + "/chat/completions", json={"messages": USER, "stream": True, **field}).text
-        assert json.loads(streamed.split("\n\n")[0].removeprefix("data: "))["warnings"] == answer["warnings"] and streamed.count("warnings") == 1
+    answer = lenient.post("/v1/chat/completions", json={"messages": USER, **field}).json()
+    assert answer["choices"][0]["message"]["content"] == "ok" and len(answer["warnings"]) == 1
+    streamed = lenient.post("/v1/chat/completions", json={"messages": USER, "stream": True, **field}).text
+    assert json.loads(streamed.split("\n\n")[0].removeprefix("data: "))["warnings"] == answer["warnings"] and streamed.count("warnings") == 1
+
+
+def test_warnings_are_bounded(lenient: httpx.Client) -> None:
+    body = {"messages": USER, **{f"unknown_{number}": 1 for number in range(1000)}}
+    assert len(lenient.post("/v1/chat/completions", json=body).json()["warnings"]) == 20
 
 
 @pytest.mark.parametrize("field", [
@@ -259,7 +269,9 @@ def test_a_template_that_refuses(http: httpx.Client) -> None:
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec="utf-8"), max_size=8)
     | st.sampled_from(["user", "text", "json_schema", "required", "none", "1"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5) | st.sampled_from(["type", "role", "content", "schema", "function"]), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=5) | st.sampled_from(["type", "role", "content", "schema", "function"]), inner, max_size=3,
+    ),
     max_leaves=8,
 )
 

@@ -32,16 +32,17 @@ KEEP_ALIVE_S = 65                        # longer than clients keep idle connect
 Resolve = Callable[[str], tuple[str, Path]]
 
 
-def serve(
-    args: argparse.Namespace, resolve: Resolve, engine_options: dict[str, Any], rules: Iterable[AlarmRule] = DEFAULT_RULES, out: Callable[[str], None] | None = None,
-) -> int:
-    """Serve until told to stop; returns the exit status. ``resolve`` gives a model's name and file; ``engine_options`` are those of `edgeinfer.load`."""
+def serve(args: argparse.Namespace, resolve: Resolve, engine_options: dict[str, Any], rules: Iterable[AlarmRule] = DEFAULT_RULES) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    ``resolve`` gives a model's name and file; ``engine_options`` are those of `edgeinfer.load`.
+    """
     options = server_options(args)
     listener = bind(options.host, options.port)
     with contextlib.closing(listener):
         sources = model_sources(args, resolve)
         pool = model_pool(args, sources, engine_options)
-        show = out or _printer(options)
+        show = _printer(options)
         logging.basicConfig(format="edgeinfer: %(message)s", stream=sys.stderr, level=logging.WARNING)
         asyncio.run(_run(pool, Metrics(pool, compat=args.metrics_compat), options, listener, [source.name for source in sources], tuple(rules), show))
     return 0
@@ -81,8 +82,11 @@ async def _run(
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, told to stop by SIGINT or SIGTERM. Running requests get ``drain_seconds``; then their engines are closed, which ends them with
-    an error that they can read. A second signal stops waiting."""
+    """uvicorn's server, told to stop by SIGINT or SIGTERM.
+
+    Running requests get ``drain_seconds``; then their engines are closed, which ends them with an error that they can read. A second signal stops
+    waiting.
+    """
 
     def __init__(self, config: uvicorn.Config, pool: ModelPool, drain_seconds: float, *, started: Callable[[], None]):
         super().__init__(config)
@@ -129,8 +133,9 @@ class DrainingServer(uvicorn.Server):
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """Raises `BadRequest` for what contradicts itself or is not safe."""
     return ServerOptions(
-        host=args.host, port=args.port, api_keys=tuple(args.api_key), allow_unauthenticated=args.allow_unauthenticated, allowed_hosts=tuple(args.allowed_host),
-        allowed_origins=tuple(args.allow_origin), lenient=args.lenient, metrics=args.metrics, max_body_bytes=parse_bytes(args.max_body),
+        host=args.host, port=args.port, api_keys=tuple(args.api_key), allow_unauthenticated=args.allow_unauthenticated,
+        allowed_hosts=tuple(args.allowed_host), allowed_origins=tuple(args.allow_origin), lenient=args.lenient, metrics=args.metrics,
+        max_body_bytes=parse_bytes(args.max_body),
         drain_seconds=args.drain_timeout, access_log=args.access_log, log_prompts=args.log_prompts,
     )
 

@@ -96,7 +96,8 @@ class CompletionReply:
     async def whole(self, choices: Choices) -> dict[str, Any]:
         count = len(choices.streams)
         texts = [[text] for text in self._echoes()]
-        logprobs: list[dict[str, list[Any]]] = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in range(count)]
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        logprobs: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in range(count)]
         writers = [CompletionLogprobs(self._engine) for _ in range(count)]
         ends: dict[int, Finished] = {}
         async for index, happened in choices.events():

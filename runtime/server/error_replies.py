@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.errors import (
-    BackendFailed, BadRequest, Cancelled, ChatTemplateError, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed, ModelNotFound, OutOfMemory,
+    BackendFailed, BadRequest, Cancelled, ChatTemplateError, ContextLengthExceeded, EdgeInferError, EngineBusy, EngineClosed, ModelNotFound,
+    OutOfMemory,
 )
 from edgeinfer.runtime.server.json_out import json_response
 
@@ -22,7 +23,9 @@ _STATUS: tuple[tuple[type[EdgeInferError], int], ...] = (
     (BadRequest, 400), (ModelNotFound, 404), (EngineBusy, 429), (EngineClosed, 503), (OutOfMemory, 503), (Cancelled, 503), (BackendFailed, 500),
 )
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_PARAMS: tuple[tuple[type[EdgeInferError], str], ...] = ((ContextLengthExceeded, "messages"), (ChatTemplateError, "messages"), (ModelNotFound, "model"))
+_PARAMS: tuple[tuple[type[EdgeInferError], str], ...] = (
+    (ContextLengthExceeded, "messages"), (ChatTemplateError, "messages"), (ModelNotFound, "model"),
+)
 
 
 class Refusal(Exception):

@@ -15,7 +15,8 @@ _LOWEST = -9999.0                        # what OpenAI's API sends for a probabi
 def chat_entries(engine: Engine, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """``logprobs.content`` of a chat: ``[{"token", "logprob", "bytes", "top_logprobs"}]``."""
     return [
-        {**_token(engine, entry.token, entry.logprob), "top_logprobs": [_token(engine, token, logprob) for token, logprob in entry.top]} for entry in entries
+        {**_token(engine, entry.token, entry.logprob), "top_logprobs": [_token(engine, token, logprob) for token, logprob in entry.top]}
+        for entry in entries
     ]
 
 

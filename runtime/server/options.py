@@ -45,7 +45,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.api_keys and not self.allow_unauthenticated:
             raise BadRequest(
-                f"--host {self.host} can be reached from other machines; give an --api-key, or --allow-unauthenticated if everybody who reaches it may use it."
+                f"--host {self.host} can be reached from other machines; give an --api-key, or --allow-unauthenticated if everybody who reaches it "
+                "may use it."
             )
         if not 0 <= self.port <= 65535:
             raise BadRequest(f"--port must be from 0 to 65535, not {self.port}.")

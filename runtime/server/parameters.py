@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from edgeinfer.errors import BadRequest
 from edgeinfer.runtime.constraint import Constraint
 from edgeinfer.runtime.server.bodies import ChatBody, CompletionBody, GenerationBody
-from edgeinfer.runtime.server.error_replies import Refusal, bad_field
+from edgeinfer.runtime.server.error_replies import bad_field
 from edgeinfer.runtime.service import Engine
 from edgeinfer.runtime.values import BackendInfo, SamplingParams
 
@@ -22,14 +22,15 @@ _IGNORED = frozenset({"service_tier", "safety_identifier", "prompt_cache_key", "
 # Fields of other servers for things that are not done here, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "mirostat_mode": (0,), "dynatemp_range": (0,), "dry_multiplier": (0,),
-    "xtc_probability": (0,), "length_penalty": (1,), "use_beam_search": (False,), "id_slot": (-1,), "n_keep": (0,), "n_probs": (0,), "min_tokens": (0,),
-    "t_max_predict_ms": (-1, 0), "min_keep": (0,), "functions": ([],), "audio": (), "modalities": (["text"],), "web_search_options": (), "prediction": (),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,), "samplers": (), "verbosity": ("medium",),
+    "xtc_probability": (0,), "length_penalty": (1,), "use_beam_search": (False,), "id_slot": (-1,), "n_keep": (0,), "n_probs": (0,),
+    "min_tokens": (0,), "t_max_predict_ms": (-1, 0), "min_keep": (0,), "samplers": (), "functions": ([],), "audio": (), "modalities": (["text"],),
+    "web_search_options": (), "prediction": (), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "verbosity": ("medium",),
 }
 _MOST_WARNINGS = 20                      # a body may hold a million fields that nobody knows
 _SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty", "repeat_last_n", "seed", "max_tokens", "ignore_eos",
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty", "repeat_last_n", "seed", "max_tokens",
+    "ignore_eos",
 )
 _CONSTRAINTS = ("grammar", "json_schema", "regex", "lark")
 
@@ -174,5 +175,5 @@ def _schema(schema: Any, where: str) -> dict[str, Any]:
 def bounded_choices(count: int, limit: int) -> int:
     """``count`` when it is at most ``limit``."""
     if count > limit:
-        raise Refusal(400, f"The request asks for {count:,} answers; this server gives at most {limit:,} to one request.", code="invalid_value", param="n")
+        raise bad_field("n", f"The request asks for {count:,} answers; this server gives at most {limit:,} to one request.")
     return count

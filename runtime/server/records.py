@@ -88,9 +88,10 @@ class AccessLog:
         usages = [stream.usage for stream in record.streams]
         first = [ms for stream in record.streams if (ms := stream.timings.first_token_ms) is not None]
         line: dict[str, Any] = {
-            "time": round(self._clock(), 3), "request_id": record.request_id, "client": (scope.get("client") or ("",))[0], "method": scope["method"],
-            "path": scope["path"][:200], "status": record.status if record.complete else CLIENT_LEFT, "model": record.model,
-            "prompt_tokens": max((usage.prompt_tokens for usage in usages), default=0), "completion_tokens": sum(usage.completion_tokens for usage in usages),
+            "time": round(self._clock(), 3), "request_id": record.request_id, "client": (scope.get("client") or ("",))[0],
+            "method": scope["method"], "path": scope["path"][:200], "status": record.status if record.complete else CLIENT_LEFT, "model": record.model,
+            "prompt_tokens": max((usage.prompt_tokens for usage in usages), default=0),
+            "completion_tokens": sum(usage.completion_tokens for usage in usages),
             "ttft_ms": round(min(first), 1) if first else None, "duration_ms": round(1e3 * (time.perf_counter() - record.started), 1),
         }
         if record.prompt is not None:

@@ -83,14 +83,14 @@ class Security:
         given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         # Digests of equal length, all of them compared: the time says nothing about how much of a key was right, nor which.
         if not sum(hmac.compare_digest(given, known) for known in self._keys):
-            raise Refusal(
-                401, "This server asks for a key, in the header Authorization: Bearer KEY.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "This server asks for a key, in the header Authorization: Bearer KEY."
+            raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _allowing(origin: str, send: Send) -> Send:
     """``send`` with the headers that let a page of ``origin`` read the reply."""
-    headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"), (b"access-control-expose-headers", b"X-Request-Id, Retry-After")]
+    readable = (b"access-control-expose-headers", b"X-Request-Id, Retry-After")
+    headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"), readable]
 
     async def allowing(message: Message) -> None:
         if message["type"] == "http.response.start":

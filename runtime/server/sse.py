@@ -26,6 +26,7 @@ class EventStream:
         self._chunks = chunks
         self._ping_seconds = ping_seconds
         self._started = False
+        self._sent = 0
         self._quiet = True                               # nothing was sent since the last ping was due
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +50,10 @@ class EventStream:
             self._started = True
             await send(_START)
         await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sent += 1
+        if self._sent % 4 == 0:
+            # Chunks that are all there at once would keep the event loop from everybody else, and from learning that the client has left.
+            await asyncio.sleep(0)
 
     async def _ping(self, send: Send) -> None:
         while True:

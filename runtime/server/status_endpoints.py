@@ -46,14 +46,17 @@ async def model(request: Request) -> Response:
 
 
 def _model(status: ModelStatus) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": status.name, "object": "model", "created": status.created, "owned_by": "edgeinfer", "state": status.state, "pinned": status.pinned}
+    found: dict[str, Any] = {
+        "id": status.name, "object": "model", "created": status.created, "owned_by": "edgeinfer", "state": status.state, "pinned": status.pinned,
+    }
     if status.error:
         found["error"] = status.error
     if status.info is not None:
         info = status.info
         found["meta"] = {
-            "name": info.model, "engine": info.engine, "device": info.device, "quant": info.quantization, "n_ctx": info.n_ctx, "n_ctx_train": info.n_ctx_train,
-            "n_vocab": info.n_vocab, "size": info.weight_bytes, "max_slots": info.max_slots, "kv_type": info.kv_type, "adapters": list(info.adapters),
+            "name": info.model, "engine": info.engine, "device": info.device, "quant": info.quantization, "n_ctx": info.n_ctx,
+            "n_ctx_train": info.n_ctx_train, "n_vocab": info.n_vocab, "size": info.weight_bytes, "max_slots": info.max_slots,
+            "kv_type": info.kv_type, "adapters": list(info.adapters),
         }
     return found
 
@@ -64,7 +67,8 @@ async def capabilities(request: Request) -> Response:
     return json_response({
         "object": "list", "lenient": options.lenient,
         "limits": {
-            "max_body_bytes": options.max_body_bytes, "max_messages": options.max_messages, "max_choices": options.max_choices, "max_logprobs": MAX_LOGPROBS,
+            "max_body_bytes": options.max_body_bytes, "max_messages": options.max_messages, "max_choices": options.max_choices,
+            "max_logprobs": MAX_LOGPROBS,
         },
         "data": [_capabilities(served) for served in request.app.state.pool.loaded()],
     })
