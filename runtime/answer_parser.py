@@ -19,6 +19,9 @@ __all__ = ["AnswerFormat", "AnswerParser", "ContentDelta", "Delta", "ReasoningDe
 class _Parser(Protocol):
     calls: int
 
+    @property
+    def call_ended(self) -> bool: ...
+
     def push(self, text: str) -> Sequence[Delta]: ...
 
     def finish(self) -> Sequence[Delta]: ...
@@ -28,6 +31,7 @@ class _Plain:
     """No tools were offered: nothing is a call."""
 
     calls = 0
+    call_ended = False
 
     def push(self, text: str) -> list[Delta]:
         return [ContentDelta(text)] if text else []
@@ -64,6 +68,11 @@ class AnswerParser:
     def calls(self) -> int:
         """Calls of tools so far."""
         return self._answer.calls
+
+    @property
+    def call_ended(self) -> bool:
+        """A call is complete, and no other has begun."""
+        return self._answer.call_ended
 
     def push(self, text: str) -> list[Delta]:
         """What ``text`` makes certain."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.runtime.answer_format import AnswerFormat, detect_format, template_kwargs_for, thinking_at_start
 from edgeinfer.runtime.answer_parser import AnswerParser
 from edgeinfer.runtime.constraint import Constraint
 from edgeinfer.runtime.either import Either
+from edgeinfer.runtime.one_call import OneCall
 from edgeinfer.runtime.thinking import thinking_constraint
 from edgeinfer.runtime.tool_choice import calls_only, control_tokens
 from edgeinfer.runtime.tool_prompt import told_in_words
@@ -82,7 +83,12 @@ def plan_answer(
     start = "closed" if format.reasoning is None else thinking_at_start(format, engine.render_chat(messages, shown_tools, variables))
     bound = thinking_constraint(format, start, engine.vocab, engine.info.n_vocab, limit=thinking_budget, inner=demanded)
     tags = (*(format.tools.tags if offered else ()), *(format.reasoning or ()))
-    return AnswerPlan(
+    plan = AnswerPlan(
         messages=messages, tools=shown_tools, template_kwargs=variables, constraint=bound,
-        shown=frozenset(control_tokens(tags, engine.vocab).values()), format=format, callable=choice.tools if offered else (), thinking=start == "open", reasoning=reasoning,
+        shown=frozenset(control_tokens(tags, engine.vocab).values()), format=format, callable=choice.tools if offered else (),
+        thinking=start == "open", reasoning=reasoning,
     )
+    if choice.mode == "auto" and (parallel_tool_calls is False or format.tools.one_call):
+        split = replace(plan, reasoning=True)            # what is thought is no call, whoever wants to see it
+        return replace(plan, constraint=OneCall(split.parser, engine.vocab, plan.shown, bound))
+    return plan

@@ -282,3 +282,14 @@ def test_a_real_model_calls_when_it_must_and_answers_with_the_result(smollm2_ggu
         chat = [*USER, choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
         choice, _ = client.ask(chat, tools=tools, temperature=0, max_tokens=8)
         assert choice.message.content or choice.message.tool_calls
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CHATML])
+def test_one_call_where_calls_may_not_be_parallel(template) -> None:
+    single = CALL if template is TEMPLATE else '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
+    text = f"{single}\n{single}" if template is CHATML else f"<think>\n{CALL}\n</think>\n\nOne.\n{single}\n{single}"
+    for parallel, count in ((False, 1), (True, 2), (None, 2)):
+        fields = {} if parallel is None else {"parallel_tool_calls": parallel}
+        choice, _, _ = ask(text, template=template, tools=TOOLS, **fields)
+        assert len(choice.message.tool_calls) == count and choice.finish_reason == "tool_calls"
+        assert all(json.loads(call.function.arguments)["days"] == 3 for call in choice.message.tool_calls)

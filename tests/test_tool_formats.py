@@ -231,3 +231,17 @@ def test_where_json_ends(value, rest, places, indent):
             return
         seen += len(piece)
     raise AssertionError("the end was missed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_known_when_a_call_has_ended(name):
+    parser = AnswerParser(answers(name), tools=[TOOL], reasoning=False)
+    before = "" if name in ALONE else "Hm. "
+    ends = []
+    for character in f"{before}{WRITTEN[name]}":
+        parser.push(character)
+        ends.append(parser.call_ended)
+    first = ends.index(True)
+    assert all(ends[first:]) and parser.calls == 1
+    whole = parse(answers(name), f"{before}{WRITTEN[name]}"[: first + 1], tools=[TOOL])
+    assert whole[-1] == call(0, "f", '{"a": 1, "b": ["x"]}')    # nothing of it is missing where the answer ends there

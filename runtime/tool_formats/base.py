@@ -69,6 +69,14 @@ class CallParser:
         self._state: Callable[[], bool] = self._outside
         self._deltas: list[ContentDelta | ToolCallDelta] = []
 
+    @property
+    def call_ended(self) -> bool:
+        """A call is complete, and no other has begun."""
+        return self.calls > 0 and self._state in self._after_calls()
+
+    def _after_calls(self) -> tuple[Callable[[], bool], ...]:
+        return (self._outside,)
+
     def push(self, text: str) -> list[ContentDelta | ToolCallDelta]:
         self._text += text
         return self._run()

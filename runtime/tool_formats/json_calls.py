@@ -67,6 +67,9 @@ class JsonCalls(CallParser):
         self._state = self._outside
         return True
 
+    def _after_calls(self) -> tuple[Callable[[], bool], ...]:
+        return self._outside, self._section
+
     def _opened_by(self, tag: str) -> Callable[[], bool]:
         self._is_bare = False
         return self._enter(self._sections[tag])

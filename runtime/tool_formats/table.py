@@ -37,6 +37,11 @@ class ToolFormat:
     syntax: CallSyntax | None = None     # None: calls cannot be demanded in this format
     wrapper: str = ""                    # of XML calls: the tag around one
 
+    @property
+    def one_call(self) -> bool:
+        """The template takes back one call an answer only."""
+        return self.syntax is not None and self.syntax.between is None
+
 
 def _json(
     name: str, sections: dict[str, str], syntax: CallSyntax, *, bare: bool = False, named: bool = False, new_id: Callable[[], str] = new_call_id

@@ -33,6 +33,9 @@ class XmlCalls(CallParser):
         self._any = self._streams = self._trim = False
         self._key = ""
 
+    def _after_calls(self) -> tuple[Callable[[], bool], ...]:
+        return self._outside, self._after_function
+
     def _opened_by(self, tag: str) -> Callable[[], bool]:
         return self._function if tag == _FUNCTION else self._in_wrapper
 
