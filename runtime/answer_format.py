@@ -25,6 +25,7 @@ _REASONING_TAGS = (
 _TEXT = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)""", re.DOTALL)
 _COMMENT_OR_CODE = re.compile(rf"""\{{\#.*?(?:\#\}}|\Z)|(\{{[%{{](?:{_TEXT.pattern}|[^'"])*?(?:[%}}]\}}|\Z))""", re.DOTALL)
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_TAKES_CALLS = re.compile(r"""[.'"]tool_calls\b""")
 _SWITCHES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -46,7 +47,8 @@ def detect_format(template_source: str | None) -> AnswerFormat:
     # Names that the template's code uses: not those in texts, and no attributes.
     code = " ".join(found[1] for found in _COMMENT_OR_CODE.finditer(source))
     names = set(_NAME.findall(_TEXT.sub("''", code)))
-    family = tool_format(source) if "tools" in names else None
+    # A family is of use where its template takes both: the tools, and what was called before.
+    family = tool_format(source) if "tools" in names and _TAKES_CALLS.search(source) else None
     return AnswerFormat(
         tools=family or GENERIC,
         renders_tools=family is not None,

@@ -15,7 +15,7 @@ from edgeinfer.runtime.tool_formats.table import GENERIC, HERMES
 
 # ------------------------------------------------------------------------------------------------------------------ templates
 
-TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].tool_calls }}"
 SAYS = {
     "hermes": "<tool_call>\\n{\"name\": \"",
     "mistral": "[TOOL_CALLS][",
@@ -38,8 +38,11 @@ def test_a_family_is_known_by_what_its_template_writes(name):
     source = TOOLS + "{{ '" + SAYS[name].replace("'", "\\'") + "' }}"
     format = detect_format(source)
     assert format.tools.name == name and format.renders_tools == (name != "json")
-    # A template that shows no tools to the model has no place for them, whatever it mentions.
-    assert detect_format(source.replace("tools", "things")) == AnswerFormat(GENERIC, renders_tools=False, reasoning=None)
+    # A template that shows the model no tools, or not what was called, has no place for them, whatever it mentions.
+    for missing in ("tools", "tool_calls"):
+        assert detect_format(source.replace(f"{missing} ", "things ").replace(f".{missing}", "")) == AnswerFormat(
+            GENERIC, renders_tools=False, reasoning=None
+        )
 
 
 def test_real_templates():
