@@ -146,7 +146,10 @@ def test_usage_counts_thinking() -> None:
 
 
 def test_control_tokens_that_open_a_call_are_seen() -> None:
-    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[TOOL_CALLS][' }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    template = (
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[TOOL_CALLS][' }}"
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    )
     tag = "[TOOL_CALLS]"
     script = [tag.encode(), *(bytes([byte]) for byte in b'[{"name": "time", "arguments": {}}]')]
     with serving(Engine(ScriptedBackend(script, n_ctx=4096, vocab=TagVocab([tag], chat_template=template)))) as server:
