@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,7 @@ def test_a_session_makes_a_report_that_lasts_and_compares(tmp_path) -> None:
     assert both.differences == () and {row.verdict for row in both.rows} == {"same"}
     for text in (table.render(report, both), page.render(report, both)):
         assert server.url in text and "KV" not in text and "scripted" in text and "8,192" in text
+    ET.fromstring(page.render(report, both).removeprefix("<!DOCTYPE html>"))
 
 
 def test_a_server_that_counts_no_tokens_is_told_of() -> None:
