@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--concurrency", type=int, default=0, metavar="N", help=f"requests at once (default: twice -np; {HTTP_CONCURRENCY} with --url)")
     group.add_argument("--retry-failed", action="store_true", help="ask again what failed in an earlier run; without it, failures count as done")
     group.add_argument("-np", "--parallel", type=int, default=0, metavar="N", help=f"sequences that run at once (default: {SEQUENCES})")
-    add_server_arguments(parser.add_argument_group("a server instead of a model loaded here"))
+    add_server_arguments(parser.add_argument_group("a server instead of a model loaded here"), default="what each line names")
 
 
 def places(args: argparse.Namespace) -> tuple[str | None, Path, Path]:

@@ -51,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option of edgeinfer.load, such as prefill_chunk=256; may be repeated")
 
 
-def add_server_arguments(group: argparse._ArgumentGroup) -> None:
+def add_server_arguments(group: argparse._ArgumentGroup, *, default: str = "its only one") -> None:
     group.add_argument("--url", metavar="URL", help="an OpenAI-compatible server that is running, such as http://127.0.0.1:8080, in place of MODEL")
     group.add_argument("--api-key", metavar="KEY", help="where the server asks for one; better in EDGEINFER_API_KEY")
-    group.add_argument("--model-name", metavar="NAME", help="which of the models at --url (default: its only one)")
+    group.add_argument("--model-name", metavar="NAME", help=f"which of the models at --url (default: {default})")
 
 
 SERVER_FLAGS = frozenset({"url", "api_key", "model_name"})
