@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class AnswerPlan:
     """What to pass to `Engine.chat`, and a parser for each answer."""
 
-    messages: list[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
     tools: list[Any] | None              # for the template
     template_kwargs: dict[str, Any]
     constraint: Constraint | None
@@ -69,22 +69,22 @@ def plan_answer(
     format = detect_format(engine.chat_template_source)
     variables = {**template_kwargs_for(format, reasoning_effort, enable_thinking), **(template_kwargs or {})}
     offered: Sequence[Mapping[str, Any]] = () if choice.mode == "none" else definitions
-    messages = list(messages)
+    said: Sequence[Mapping[str, Any]] = list(messages)
     if not format.renders_tools:
         # Where nothing is about tools the messages stay the caller's own.
-        if offered or any(isinstance(one, Mapping) and (one.get("tool_calls") or one.get("role") == "tool") for one in messages):
-            messages = told_in_words(messages, offered)
+        if offered or any(isinstance(one, Mapping) and (one.get("tool_calls") or one.get("role") == "tool") for one in said):
+            said = told_in_words(said, offered)
     shown_tools = list(offered) if format.renders_tools and offered else None
 
     demanded = constraint
     if choice.mode == "required" or (choice.mode == "auto" and constraint is not None):
         calls = calls_only(format, definitions, choice, engine.grammars, vocab=engine.vocab, parallel=parallel_tool_calls is not False)
         demanded = calls if choice.mode == "required" or constraint is None else Either([constraint, calls])
-    start = "closed" if format.reasoning is None else thinking_at_start(format, engine.render_chat(messages, shown_tools, variables))
+    start = "closed" if format.reasoning is None else thinking_at_start(format, engine.render_chat(said, shown_tools, variables))
     bound = thinking_constraint(format, start, engine.vocab, engine.info.n_vocab, limit=thinking_budget, inner=demanded)
     tags = (*(format.tools.tags if offered else ()), *(format.reasoning or ()))
     plan = AnswerPlan(
-        messages=messages, tools=shown_tools, template_kwargs=variables, constraint=bound,
+        messages=said, tools=shown_tools, template_kwargs=variables, constraint=bound,
         shown=frozenset(control_tokens(tags, engine.vocab).values()), format=format, callable=choice.tools if offered else (),
         thinking=start == "open", reasoning=reasoning,
     )

@@ -59,9 +59,10 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
     """Lark source, in llguidance's dialect, of one call of ``tools`` or several."""
     family = format.tools
     write = _Writer(control_tokens(family.tags, vocab))
+    between: str | None = "\n"
+    opening = closing = ""
     if family.wrapper:
         calls = [_xml_call(number, tool, family.wrapper, write) for number, tool in enumerate(tools)]
-        opening, between, closing = "", "\n", ""
     elif family.syntax is not None:
         syntax = family.syntax
         calls = [
