@@ -11,6 +11,8 @@ from edgeinfer.errors import BadRequest, UnsupportedParameter
 from edgeinfer.runtime.answer_format import AnswerFormat
 from edgeinfer.runtime.backend import Vocab
 from edgeinfer.runtime.constraint import Constraint
+from edgeinfer.runtime.tool_formats.gemma_grammar import GemmaGrammar, any_text
+from edgeinfer.runtime.tool_formats.table import ToolFormat
 from edgeinfer.runtime.tool_formats.xml_calls import json_types
 from edgeinfer.runtime.tools import ToolChoice, chosen, parameters_of
 
@@ -63,6 +65,9 @@ def call_grammar(format: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, vo
     opening = closing = ""
     if family.wrapper:
         calls = [_xml_call(number, tool, family.wrapper, write) for number, tool in enumerate(tools)]
+    elif family.quote:
+        calls = [_gemma_call(number, tool, family, write) for number, tool in enumerate(tools)]
+        between = ""
     elif family.syntax is not None:
         syntax = family.syntax
         calls = [
@@ -98,6 +103,14 @@ class _Writer:
         return " ".join(f"<[{self._control[piece]}]>" if piece in self._control else json.dumps(piece) for piece in pieces if piece)
 
 
+def _gemma_call(number: int, tool: Mapping[str, Any], family: ToolFormat, write: _Writer) -> str:
+    grammar = GemmaGrammar(family.quote, write)
+    name = tool["function"]["name"]
+    arguments = grammar.value(f"arguments_{number}", {"type": "object", **parameters_of(tool)}, f"tools: the parameters of {name}")
+    head, foot = write(f"{family.tags[0]}call:{name}"), write(family.tags[1])
+    return "\n".join([f"call_{number}: {head} {arguments} {foot}", *grammar.rules])
+
+
 def _xml_call(number: int, tool: Mapping[str, Any], wrapper: str, write: _Writer) -> str:
     name, schema = tool["function"]["name"], parameters_of(tool)
     required = schema.get("required", [])
@@ -107,6 +120,10 @@ def _xml_call(number: int, tool: Mapping[str, Any], wrapper: str, write: _Writer
             raise BadRequest(f"The parameter {key!r} of the function {name!r} cannot be written in this model's format; rename it.")
         rule = f"parameter_{number}_{at}"
         parts.append(rule if key in required else f"{rule}?")
+        if _is_text(value) and (bounds := sorted({"pattern", "format"}.intersection(value))):
+            raise UnsupportedParameter(
+                f"tools: {bounds[0]} of the parameter {key!r} of {name} cannot be demanded in the way this model writes calls; use tool_choice auto."
+            )
         rules += [f"{rule}: {write(f'<parameter={key}>' + chr(10))} {_xml_value(rule, value, schema)}", *_text_rule(rule, value)]
     head, foot = write(f"{wrapper}\n<function={name}>\n"), write(f"</function>\n</{wrapper[1:]}")
     return "\n".join([f"call_{number}: {head} {' '.join(parts)} {foot}", *rules])
@@ -133,4 +150,4 @@ def _xml_value(rule: str, value: Any, schema: Mapping[str, Any]) -> str:
 
 def _text_rule(rule: str, value: Any) -> list[str]:
     # The parser ends a text at the first tag that could close it, whatever stands before it.
-    return [f"{rule}_text: {rule}_said \"\\n\"", f'{rule}_said[suffix="</parameter>"]: /(?s:.*)/'] if _is_text(value) else []
+    return [f"{rule}_text: {rule}_said \"\\n\"", f'{rule}_said[suffix="</parameter>"]: /{any_text(value)}\\n/'] if _is_text(value) else []

@@ -31,11 +31,24 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "g.h-1"}},
 ]
-DEMANDED = sorted(name for name, format in FORMATS.items() if format.syntax or format.wrapper)
+DEMANDED = sorted(name for name, format in FORMATS.items() if format.syntax or format.wrapper or format.quote)
+# Gemma's own syntax has a grammar of its own, for less than all of JSON Schema.
+FLAT = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "nothing": {"type": "null"}}}
+del FLAT["$defs"]
+NESTED = {
+    "type": "object", "properties": {
+        "list": {"type": "array", "minItems": 1, "items": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "boolean"}}}},
+        "none": {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+    },
+}
+FLAT_TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": FLAT}}, {"type": "function", "function": {"name": "g.h-1"}},
+    {"type": "function", "function": {"name": "nested", "parameters": NESTED}},
+]
 XML = ("qwen_xml", "seed_xml")
 
 
-def walk(constraint, vocab, rng: random.Random) -> str:
+def walk(constraint, vocab, rng: random.Random, mark: bytes = b"\n</parameter>\n") -> str:
     """A text that the constraint admits, with a liking for ends."""
     state, said = constraint.start(), b""
     while not state.complete and len(said) < 20_000:
@@ -44,9 +57,9 @@ def walk(constraint, vocab, rng: random.Random) -> str:
         if ends and (len(ends) == len(allowed) or rng.random() < 0.3):
             break
         plain = [int(token) for token in allowed if 32 <= token < 127 or token == 10 or token >= 258] or list(allowed)
-        # Text in XML ends with its tag only: follow that once begun.
-        end = next((count for count in range(13, 0, -1) if said.endswith(b"\n</parameter>\n"[:count])), 0)
-        forced = b"\n</parameter>\n"[end]
+        # A text ends with its mark only: follow that once begun.
+        end = next((count for count in range(len(mark) - 1, 0, -1) if said.endswith(mark[:count])), 0)
+        forced = mark[end]
         likely = [token for token in plain if token < 256 and chr(token) in '"}]']
         if forced in plain and (end or rng.random() < 0.3):
             token = forced
@@ -64,9 +77,9 @@ def test_whatever_is_allowed_is_a_call_that_fits(name, tags):
     vocab = TagVocab(format.tools.tags if tags else ())
     grammars = Grammars(vocab, vocab.size)
     rng = random.Random(name)
-    constraint = tool_choice_constraint(format, TOOLS, "required", grammars, vocab=vocab)
+    constraint = tool_choice_constraint(format, FLAT_TOOLS if "gemma" in name else TOOLS, "required", grammars, vocab=vocab)
     for _ in range(6):
-        text = walk(constraint, vocab, rng)
+        text = walk(constraint, vocab, rng, format.tools.quote.encode() or b"\n</parameter>\n")
         calls = parse(format, text, tools=TOOLS)
         assert calls and all(isinstance(call, ToolCallDelta) for call in calls), text
         for call in calls:
@@ -74,6 +87,10 @@ def test_whatever_is_allowed_is_a_call_that_fits(name, tags):
             if call.name == "f":
                 assert set(arguments) <= set(PARAMETERS["properties"]) and 0 <= arguments["count"] <= 99 and arguments["kind"] in KINDS
                 assert isinstance(arguments.get("text", ""), str) and arguments.get("nothing") is None and len(arguments.get("flags", [])) <= 2
+                assert len(arguments.get("text", "")) <= 8
+            elif call.name == "nested":
+                assert set(arguments) <= {"list", "none"} and arguments.get("none", []) == [] and arguments.get("list", [{}]) != []
+                assert all(set(one) <= {"x", "y"} and isinstance(one.get("y", True), bool) for one in arguments.get("list", []))
             else:
                 assert (call.name, arguments) == ("g.h-1", {})
 
@@ -92,8 +109,10 @@ def test_a_named_function_is_called_once(name):
 def test_one_call_where_calls_may_not_be_parallel(name):
     format, vocab = answers(name), ByteVocab()
     rng = random.Random(2)
-    constraint = tool_choice_constraint(format, TOOLS, "required", Grammars(vocab, vocab.size), vocab=vocab, parallel=False)
-    assert {len(parse(format, walk(constraint, vocab, rng), tools=TOOLS)) for _ in range(5)} == {1}
+    tools = FLAT_TOOLS if "gemma" in name else TOOLS
+    constraint = tool_choice_constraint(format, tools, "required", Grammars(vocab, vocab.size), vocab=vocab, parallel=False)
+    mark = format.tools.quote.encode() or b"\n</parameter>\n"
+    assert {len(parse(format, walk(constraint, vocab, rng, mark), tools=TOOLS)) for _ in range(5)} == {1}
 
 
 def test_nothing_is_demanded_by_auto_or_none():
@@ -157,3 +176,21 @@ def test_the_engine_follows(monkeypatch):
         text = engine.chat([{"role": "user", "content": "hi"}], constraint=constraint, temperature=0).text()
     (call,) = parse(format, text)
     assert (call.name, call.arguments) == ("g.h-1", "{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "words"),
+    [
+        ("gemma4", {"a": {"type": "string", "pattern": "x"}}, r"properties\.a\.pattern"), ("gemma4", {"a": {}}, "without a single type"),
+        ("gemma4", {"a": {"$ref": "#"}}, "without a single type"), ("gemma4", {"a:b": {"type": "null"}}, "a:b"),
+        ("gemma4", {"a": {"type": "array"}}, r"properties\.a\.items"), ("gemma4", {"a": {"type": "string", "enum": ['<|"|>']}}, r"a\.enum"),
+        ("gemma4", {"a": {"type": "array", "items": {"type": "object", "patternProperties": {}}}}, r"a\.items\.patternProperties"),
+        ("gemma4", {"a": {"type": ["string", "null"]}}, "without a single type"), ("gemma4", {"a": {"type": "thing"}}, r"a\.type"),
+        ("qwen_xml", {"a": {"type": "string", "pattern": "x"}}, "pattern of the parameter 'a'"),
+        ("seed_xml", {"a": {"type": "string", "format": "date"}}, "format"),
+    ],
+)
+def test_what_a_familys_own_syntax_cannot_be_held_to_is_refused(name, schema, words):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": schema}}}]
+    with pytest.raises(UnsupportedParameter, match=words):
+        call_grammar(answers(name), tools, vocab=ByteVocab(), single=False)

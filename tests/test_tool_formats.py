@@ -245,3 +245,8 @@ def test_it_is_known_when_a_call_has_ended(name):
     assert all(ends[first:]) and parser.calls == 1
     whole = parse(answers(name), f"{before}{WRITTEN[name]}"[: first + 1], tools=[TOOL])
     assert whole[-1] == call(0, "f", '{"a": 1, "b": ["x"]}')    # nothing of it is missing where the answer ends there
+
+
+def test_a_closing_tag_within_a_string_closes_nothing():
+    text = '<|tool_call>call:f{a:<|"|>see <tool_call|>}<|"|>}<tool_call|>!'
+    assert parse(answers("gemma4"), *text) == [call(0, "f", '{"a": "see <tool_call|>}"}'), ContentDelta("!")] == parse(answers("gemma4"), text)

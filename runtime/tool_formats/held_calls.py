@@ -14,12 +14,16 @@ Reader = Callable[[str], list[Call] | None]              # the calls between two
 
 
 class HeldCalls(CallParser):
-    """Holds what follows an opening tag until the closing one, and lets ``read`` say what it is. Content where it is nothing, or cut short."""
+    """Holds what follows an opening tag until the closing one, and lets ``read`` say what it is. Content where it is nothing, or cut short.
 
-    def __init__(self, sections: Mapping[str, str], read: Reader, *, new_id: Callable[[], str] = new_call_id):
+    quote: a marker around strings; a closing tag within a string closes nothing.
+    """
+
+    def __init__(self, sections: Mapping[str, str], read: Reader, *, quote: str = "", new_id: Callable[[], str] = new_call_id):
         super().__init__(tuple(sections), new_id)
         self._sections = sections
         self._read = read
+        self._quote = quote
         self._close = ""
         self._searched = 0                               # characters of `_text` in which no closing tag begins
 
@@ -30,8 +34,11 @@ class HeldCalls(CallParser):
 
     def _body(self) -> bool:
         at = self._text.find(self._close, self._searched)
+        while at >= 0 and self._quote and self._text.count(self._quote, 0, at) % 2:
+            self._searched = at + 1
+            at = self._text.find(self._close, self._searched)
         if at < 0:
-            self._searched = open_start(self._text, (self._close,))
+            self._searched = max(self._searched, open_start(self._text, (self._close,)))
             return self._no_call() if self._ended else False
         calls = self._read(self._text[:at])
         if not calls:

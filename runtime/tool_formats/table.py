@@ -36,6 +36,7 @@ class ToolFormat:
     tags: tuple[str, ...] = ()           # texts that may be control tokens, which are not shown unless asked for
     syntax: CallSyntax | None = None     # None: calls cannot be demanded in this format
     wrapper: str = ""                    # of XML calls: the tag around one
+    quote: str = ""                      # of Gemma's calls: the marker around strings, between the tags of a call
 
     @property
     def one_call(self) -> bool:
@@ -87,7 +88,7 @@ SEED_XML = _xml("seed_xml", "<seed:tool_call>")
 def _held(name: str, open_tag: str, close_tag: str, quote: str | None) -> ToolFormat:
     read = python_calls if quote is None else gemma_calls(quote)
     tags = (open_tag, close_tag, *([quote] if quote else []))
-    return ToolFormat(name, lambda tools: HeldCalls({open_tag: close_tag}, read), tags)
+    return ToolFormat(name, lambda tools: HeldCalls({open_tag: close_tag}, read, quote=quote or ""), tags, quote=quote or "")
 
 
 GEMMA4 = _held("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
