@@ -47,6 +47,7 @@ class Counted:
         self.drops += 1
 
     def close(self) -> None:
+        assert self.machine.closing.wait(60)
         with self.machine.lock:
             assert self in self.machine.alive, "closed twice"
             self.machine.closed_in_use += bool(self.holders and self.status == "ok")
@@ -67,6 +68,8 @@ class Machine:
         self.loads: list[str] = []
         self.broken: dict[str, Exception] = {}
         self.gates: dict[str, threading.Event] = {}      # loading a model waits for its gate
+        self.closing = threading.Event()                 # and closing one for this
+        self.closing.set()
         self.reached: dict[str, threading.Event] = {}
 
     def load(self, source: ModelSource) -> Any:
@@ -300,6 +303,7 @@ def test_waiting_for_room_and_for_loading_is_bounded() -> None:
                 await used(pool, "b")
             assert held(pool) == 1
             await until(lambda: not pool._turn.locked())
+            assert not any(loaded.leaving for loaded in pool._room.alive)
             assert await used(pool, "a") == "a"          # takes requests again, since b gave up
 
         await used(pool, "a", hold)
@@ -514,11 +518,38 @@ def test_an_idle_model_rests_and_then_goes_and_a_pinned_one_only_rests() -> None
         drops = [engine.drops for engine in machine.alive]
         assert drops == [1, 1]
         await until(lambda: states(pool) == {"a": "unloaded", "p": "resting"})
+
+        async def awake(engine: Counted) -> None:
+            assert states(pool)["p"] == "loaded" and engine.drops == 1
+
+        await used(pool, "p", awake)
+        await until(lambda: machine.alive[0].drops == 2)
         assert await used(pool, "p") == "p" and await used(pool, "a") == "a"
         assert machine.loads == ["p", "a", "a"]
         await pool.close()
 
     run(work)
+
+
+def test_who_needs_the_room_of_a_model_that_is_being_closed_waits_for_it() -> None:
+    machine = Machine({"a": 6, "b": 6}, budget=10)
+
+    async def work() -> None:
+        pool = machine.pool(load_wait_s=1e6, unload_after_s=0.01)
+        await used(pool, "a")
+        machine.closing.clear()
+        await pool.start()
+        await until(lambda: states(pool)["a"] == "unloaded")
+        waiting = [asyncio.create_task(used(pool, name)) for name in "ba"]
+        await until(lambda: pool._turn.locked())
+        await asyncio.sleep(0.01)
+        assert machine.loads == ["a"] and machine.alive
+        machine.closing.set()
+        assert await asyncio.gather(*waiting) == ["b", "a"]
+        await pool.close()
+
+    run(work)
+    assert machine.most == 6
 
 
 def test_resting_takes_the_memory_of_the_kv_and_costs_no_answer(smollm2_gguf: Path) -> None:

@@ -195,10 +195,7 @@ class ModelPool:
             model.failures += 1
             raise
         loaded = Loaded(model, engine, needed, time.monotonic())
-        self._room.alive.append(loaded)
-        if self._closed:
-            await self._unload(loaded)
-            raise _closed()
+        self._room.alive.append(loaded)                  # where the pool is closing, that is how it finds it
         model.loaded, model.failure, model.failures = loaded, None, 0
         return loaded
 
