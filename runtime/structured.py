@@ -36,6 +36,9 @@ _INTRICATE = re.compile(r'"(pattern|patternProperties|multipleOf|allOf|format)"'
 # Seconds of computing that the masks of one answer may take: to begin with, and more for each token. Far above what schemas and sane grammars need.
 _MASKS, _MASKS_PER_TOKEN = 1.0, 0.01
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 2_000, "max_lexer_states": 50_000}
+# Tokens that llguidance allows or refuses together where an expression takes all of them: beside its own, which are made for JSON, words as regular
+# expressions know them. Without these each such mask walks through the whole vocabulary.
+_WORDS = "[a-zA-Z ]{1,20}"
 _CHECK = f"""
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -167,7 +170,8 @@ class Grammars:
         with self._building:
             if self._tokenizer is None:
                 wrapper = TokenizerWrapper(_Tokens(self._vocab, self._n_vocab))
-                self._tokenizer = LLTokenizer(wrapper, n_vocab=self._n_vocab, eos_token=sorted(self._vocab.end_ids))
+                slices = [*LLTokenizer.general_slices(), _WORDS]
+                self._tokenizer = LLTokenizer(wrapper, n_vocab=self._n_vocab, eos_token=sorted(self._vocab.end_ids), slices=slices)
             return self._tokenizer
 
 
