@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,15 @@ def draining(engine: Engine, drain_seconds: float) -> Iterator[tuple[str, Any, t
     assert not thread.is_alive()
 
 
+def eventually(what: Callable[[], bool]) -> None:
+    """For what another thread does soon."""
+    for _ in range(6000):
+        if what():
+            return
+        time.sleep(0.005)
+    pytest.fail("it never came about")
+
+
 class _InThread(DrainingServer):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -149,11 +159,10 @@ def test_running_requests_finish_and_new_ones_are_not_taken() -> None:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/chat/completions", json={"messages": USER}, timeout=60)))
         asking.start()
-        while not server.server_state.tasks:
-            pass
+        eventually(lambda: bool(server.server_state.tasks))
         server._told_to_stop()
         with pytest.raises(httpx.ConnectError):
-            while True:
+            for _ in range(6000):
                 httpx.get(url + "/health")
         gate.set()
         asking.join(60)
@@ -169,8 +178,7 @@ def test_who_does_not_finish_in_time_is_told_so(stream: bool) -> None:
         body = {"messages": USER, "stream": stream}
         asking = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/chat/completions", json=body, timeout=60)))
         asking.start()
-        while engine.counters.generated_tokens < 5:
-            pass
+        eventually(lambda: engine.counters.generated_tokens >= 5)
         server._told_to_stop()
         asking.join(60)
         thread.join(60)
