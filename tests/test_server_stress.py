@@ -1,4 +1,4 @@
-"""The whole server under crowds: many clients at once, clients that hang up anywhere, models that come and go, and the end of the process."""
+"""The whole server under crowds: many clients at once, clients that hang up anywhere, and models that come and go."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import gc
 import json
 import os
 import random
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,9 +25,11 @@ from server_process import Server, serving
 from edgeinfer.runtime.backends.fake import ScriptedBackend
 from edgeinfer.runtime.scheduler import SchedulerOptions
 from edgeinfer.runtime.server import pool as pool_module
+from edgeinfer.runtime.server.choices import Choices
 from edgeinfer.runtime.server.metrics import Metrics
 from edgeinfer.runtime.server.pool import ModelPool, ModelSource, PoolOptions
 from edgeinfer.runtime.service import Engine
+from edgeinfer.runtime.stream import Stream
 
 CHAT = "/v1/chat/completions"
 HANGS_UP = int(os.environ.get("EDGEINFER_HANGUPS", "300"))
@@ -63,7 +62,8 @@ class Pool(ModelPool):
 
     def totals(self) -> Counter[str]:
         """Counters of all engines that ever were."""
-        return sum((Counter({name: getattr(engine.counters, name) for name in ("submitted", "finished", "cancelled", "failed")}) for engine in self.made), Counter())
+        names = ("submitted", "finished", "cancelled", "failed")
+        return Counter({name: sum(getattr(engine.counters, name) for engine in self.made) for name in names})
 
     def tasks(self) -> int:
         async def count() -> int:
@@ -124,13 +124,6 @@ async def answer(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[st
     return [texts[index] for index in sorted(texts)], response
 
 
-def at_once(work: Callable[[int], Awaitable[Any]], count: int) -> list[Any]:
-    async def all_of_them() -> list[Any]:
-        return await asyncio.wait_for(asyncio.gather(*(work(number) for number in range(count))), 240)
-
-    return asyncio.run(all_of_them())
-
-
 # ------------------------------------------------------------------------------------------------------------------ crowds
 
 
@@ -163,7 +156,8 @@ def test_two_hundred_clients_at_once_on_sixteen_slots(limit: int) -> None:
         assert stats.counters.generated_tokens == 40 * ends[200] and stats.batch_fill > 8
         metrics = httpx.get(server.url + "/metrics").text
     labels = '{engine="fake",model_name="m"}'
-    assert f"edgeinfer_requests_submitted_total{labels} {ends[200]:.1f}" in metrics and f"edgeinfer_generation_tokens_total{labels} {40 * ends[200]:.1f}" in metrics
+    assert f"edgeinfer_requests_submitted_total{labels} {ends[200]:.1f}" in metrics
+    assert f"edgeinfer_generation_tokens_total{labels} {40 * ends[200]:.1f}" in metrics
 
 
 def test_no_answer_over_http_shows_another_conversations_marker() -> None:
@@ -198,8 +192,9 @@ def test_no_answer_over_http_shows_another_conversations_marker() -> None:
                         assert texts == [(marker * 6)[:tokens]] * body["n"], (marker, texts)
                         messages = [*messages, {"role": "assistant", "content": texts[0]}]
                         if turn == 4:
-                            raw = await http.post("/v1/completions", json={"prompt": ["x" + marker, "y" + marker], "max_tokens": tokens, "echo": True})
-                            assert [choice["text"] for choice in raw.json()["choices"]] == [letter + marker + (marker * 6)[:tokens] for letter in "xy"]
+                            prompts = ["x" + marker, "y" + marker]
+                            raw = await http.post("/v1/completions", json={"prompt": prompts, "max_tokens": tokens, "echo": True})
+                            assert [choice["text"] for choice in raw.json()["choices"]] == [prompt + (marker * 6)[:tokens] for prompt in prompts]
                         answers += 1
                     return answers
 
@@ -256,6 +251,22 @@ def test_two_models_at_once_in_room_for_one(monkeypatch: pytest.MonkeyPatch) -> 
 # ------------------------------------------------------------------------------------------------------- clients that leave
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_end_although_their_reader_stopped_between_two_events(count: int) -> None:
+    async def work(engine: Engine) -> None:
+        ended: list[Stream] = []
+        choices = Choices(ended.append)
+        await choices.submit(lambda: (engine.generate("x", max_tokens=400) for _ in range(count)))
+        reading = choices.events()
+        await anext(reading)                             # and is left open, as by a task that is cancelled while it sends
+        await choices.close()
+        assert ended == choices.streams and all(stream.done for stream in ended)
+
+    with Engine(ScriptedBackend(lambda tokens: ord("y"))) as engine:
+        for _ in range(20):
+            asyncio.run(asyncio.wait_for(work(engine), 60))
+
+
 def test_clients_that_hang_up_at_any_byte_leave_nothing_behind() -> None:
     """In the middle of the request line, of the headers, of the body, before and within the answer; closed or reset."""
     pool = Pool({"m": lambda: ScriptedBackend(repeat, n_ctx=2048, max_slots=4, max_batch=64, kv_cells=3000)}, max_waiting=1000, prefill_chunk=64)
@@ -265,7 +276,8 @@ def test_clients_that_hang_up_at_any_byte_leave_nothing_behind() -> None:
 
         def request(plan: random.Random) -> bytes:
             long = "words " * plan.choice([0, 0, 150])
-            body = json.dumps(ask(f"{long}<{plan.randrange(10**6)}>", max_tokens=plan.choice([5, 150]), stream=plan.random() < 0.7, n=plan.choice([1, 1, 3]))).encode()
+            fields = {"max_tokens": plan.choice([5, 150]), "stream": plan.random() < 0.7, "n": plan.choice([1, 1, 3])}
+            body = json.dumps(ask(f"{long}<{plan.randrange(10**6)}>", **fields)).encode()
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             return head + body
 
@@ -304,7 +316,8 @@ def test_clients_that_hang_up_at_any_byte_leave_nothing_behind() -> None:
             await asyncio.gather(*(some() for _ in range(16)))
 
         def held() -> tuple[int, int, int]:
-            workers = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())       # the event loop's own, of which there are a few
+            # Without the event loop's own workers, of which there come to be a few.
+            workers = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
             return pool.tasks(), threading.active_count() - workers, len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
         before = held()
@@ -315,89 +328,3 @@ def test_clients_that_hang_up_at_any_byte_leave_nothing_behind() -> None:
         assert len(server.metrics.ends) == totals["submitted"]
         reply = httpx.post(server.url + CHAT, json=ask("say <still there>", max_tokens=13))
         assert reply.json()["choices"][0]["message"]["content"] == "<still there>"
-
-
-# ----------------------------------------------------------------------------------------------------- the end of the process
-
-
-@contextmanager
-def process(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`edgeinfer serve` as users start it, and its address."""
-    command = [sys.executable, "-m", "edgeinfer", "serve", f"smollm2={model}", "--port", "0", "--ctx-size", "512", "--parallel", "2", "--threads", "1", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout is not None
-            first = running.stdout.readline()
-            assert " at http://" in first, (first, running.poll(), running.stderr and running.stderr.read())
-            yield running, first.rpartition(" at ")[2].strip()
-        finally:
-            running.kill()
-
-
-class Streaming(threading.Thread):
-    """A client that reads a streamed answer to its end, whatever that is."""
-
-    def __init__(self, url: str, tokens: int):
-        super().__init__()
-        self.url, self.tokens = url, tokens
-        self.begun = threading.Event()
-        self.lines: list[str] = []
-        self.refusal: dict[str, Any] = {}
-        self.fault: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        body = ask("Tell a long story.", max_tokens=self.tokens, stream=True, ignore_eos=True)
-        try:
-            with httpx.stream("POST", self.url + CHAT, json=body, timeout=120) as response:
-                if response.status_code != 200:
-                    self.refusal = {"status": response.status_code, **json.loads(response.read())["error"]}
-                for line in response.iter_lines() if response.status_code == 200 else ():
-                    if line.startswith("data: "):
-                        self.lines.append(line[6:])
-                        if '"content"' in line and '"role"' not in line:
-                            self.begun.set()
-        except httpx.HTTPError as error:
-            self.fault = error
-        finally:
-            self.begun.set()
-
-
-def submitted(url: str, count: int) -> None:
-    """Wait until the engine has taken so many requests."""
-    line = f'edgeinfer_requests_submitted_total{{engine="llamacpp",model_name="smollm2"}} {count:.1f}'
-    with httpx.Client(base_url=url, timeout=120) as http:
-        settle(lambda: line in http.get("/metrics").text)
-
-
-def test_sigterm_lets_running_streams_finish_and_takes_nobody_new(smollm2_gguf: Path) -> None:
-    with process(smollm2_gguf, "--drain-timeout", "120") as (running, url):
-        assert httpx.get(url + "/health").status_code == 200
-        streams = [Streaming(url, 30) for _ in range(4)]         # two of them wait for a slot
-        submitted(url, 4)
-        running.send_signal(signal.SIGTERM)
-        for stream in streams:
-            stream.join(120)
-            assert stream.fault is None and stream.lines[-1] == "[DONE]", (stream.fault, stream.lines[-1:])
-            assert [json.loads(line)["choices"][0]["finish_reason"] for line in stream.lines[:-1] if '"finish_reason":"' in line] == ["length"]
-        assert running.wait(120) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/health")
-        assert running.stderr is not None and "Traceback" not in running.stderr.read()
-
-
-def test_streams_that_outlast_the_drain_end_with_an_error(smollm2_gguf: Path) -> None:
-    with process(smollm2_gguf, "--drain-timeout", "0.2") as (running, url):
-        streams = [Streaming(url, 450) for _ in range(3)]
-        submitted(url, 3)
-        settle(lambda: any(stream.begun.is_set() for stream in streams))
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(120) == 0
-        for stream in streams:
-            stream.join(120)
-            assert stream.fault is None, stream.fault
-        # Of those that had begun, and of those that waited for a slot.
-        begun = [json.loads(stream.lines[-1])["error"]["code"] for stream in streams if stream.lines]
-        queued = [(stream.refusal["status"], stream.refusal["code"]) for stream in streams if not stream.lines]
-        assert begun == ["engine_closed"] * len(begun) and queued == [(503, "engine_closed")] * len(queued) and len(begun) <= 2
-        assert running.stderr is not None and "Traceback" not in running.stderr.read()

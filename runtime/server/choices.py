@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -18,6 +18,7 @@ class Choices:
         self.streams: list[Stream] = []
         self._ended = ended
         self._submitting: asyncio.Future[None] | None = None
+        self._reading: AsyncGenerator[tuple[int, Event], None] | None = None
 
     async def submit(self, submit: Callable[[], Iterator[Stream]]) -> None:
         """Take the streams that ``submit`` yields, made in a thread: templates and tokenizers are slow. Raises what it raises."""
@@ -30,8 +31,12 @@ class Choices:
         # A thread cannot be cancelled: whoever leaves now, `close` waits for it and finds all that it made.
         await asyncio.shield(self._submitting)
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Whatever happens in any of them. Raises the error of the first that fails."""
+        self._reading = self._events()
+        return self._reading
+
+    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
         source = _numbered(self.streams[0]) if len(self.streams) == 1 else _merged(self.streams)
         async with aclosing(source) as numbered:
             async for index, event in numbered:
@@ -44,6 +49,9 @@ class Choices:
             await asyncio.wait((self._submitting,))
         for stream in self.streams:
             stream.cancel()
+        if self._reading is not None:
+            # Who read `events` may have been cancelled between two of them and left it open: a stream has one reader at a time.
+            await self._reading.aclose()
         for stream in self.streams:
             try:
                 async with aclosing(stream.aevents()) as rest:
@@ -57,13 +65,13 @@ class Choices:
         return [stream.usage for stream in self.streams]
 
 
-async def _numbered(stream: Stream) -> AsyncIterator[tuple[int, Event]]:
+async def _numbered(stream: Stream) -> AsyncGenerator[tuple[int, Event], None]:
     async with aclosing(stream.aevents()) as events:
         async for event in events:
             yield 0, event
 
 
-async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Event]]:
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event], None]:
     queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
 
     async def pump(index: int, stream: Stream) -> None:

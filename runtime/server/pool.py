@@ -28,7 +28,7 @@ __all__ = ["ModelPool", "ModelSource", "ModelStatus", "PoolOptions", "Served"]
 log = logging.getLogger("edgeinfer.server")
 
 _BACK_OFF_S, _BACK_OFF_MOST_S = 1.0, 30.0                # a file that failed to load is not read again sooner; doubles with each failure
-_PATIENCE = 4                                            # a load that has waited for room for 1/4 of load_wait_s gets it: who is in its way takes nobody new
+_PATIENCE = 4                                            # who has waited for room for 1/4 of load_wait_s gets it: models in the way take nobody new
 _LOOK_S = 5.0                                            # at most so long between two looks for idle models
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ class ModelPool:
             raise BadRequest("There is no model to serve; name at least one.")
         pinned = sum(model.pinned for model in self._distinct)
         if options.max_loaded is not None and pinned + (pinned < len(self._distinct)) > options.max_loaded:
-            raise BadRequest(f"{pinned} pinned models leave no room for another where {options.max_loaded} may be loaded at once; raise max_loaded or pin fewer.")
+            most = options.max_loaded
+            raise BadRequest(f"{pinned} pinned models leave no room for another where {most} may be loaded; raise max_loaded or pin fewer.")
         self._room = Room(options)
         self._turn = asyncio.Lock()                      # whose turn it is to load
         self._released = asyncio.Event()                 # a hold ended, an engine was closed, or somebody gave up: look again whether there is room
@@ -176,7 +177,7 @@ class ModelPool:
             _fail(model.waiting, error)
         except Exception as error:
             log.error("Loading %s failed unexpectedly.", model.source.name, exc_info=error)
-            _fail(model.waiting, BackendFailed(f"Loading {model.source.name} failed: {type(error).__name__}: {error}."))
+            _fail(model.waiting, _unplanned(model, error))
         finally:
             model.loading = None
 
@@ -190,7 +191,7 @@ class ModelPool:
         except (EngineBusy, EngineClosed):
             raise
         except Exception as error:
-            model.failure = error if isinstance(error, EdgeInferError) else BackendFailed(f"Loading {model.source.name} failed: {type(error).__name__}: {error}.")
+            model.failure = error if isinstance(error, EdgeInferError) else _unplanned(model, error)
             model.retry_at = time.monotonic() + min(_BACK_OFF_MOST_S, _BACK_OFF_S * 2**min(model.failures, 10))
             model.failures += 1
             raise
@@ -300,7 +301,8 @@ class ModelPool:
             state = "loading"
         else:
             state = "failed" if failure is not None else "unloaded"
-        return ModelStatus(source.name, state, model.created, model.pinned, str(failure) if state == "failed" else "", loaded.engine.info if loaded is not None else None)
+        error, info = str(failure) if state == "failed" else "", loaded.engine.info if loaded is not None else None
+        return ModelStatus(source.name, state, model.created, model.pinned, error, info)
 
 
 def _taken(loaded: Loaded) -> Loaded:
@@ -313,6 +315,10 @@ def _fail(waiting: set[asyncio.Future[Loaded]], error: EdgeInferError) -> None:
     for waiter in waiting:
         if not waiter.done():
             waiter.set_exception(error)
+
+
+def _unplanned(model: Model, error: Exception) -> BackendFailed:
+    return BackendFailed(f"Loading {model.source.name} failed: {type(error).__name__}: {error}.")
 
 
 def _closed() -> EngineClosed:

@@ -57,7 +57,9 @@ class Room:
     def fits(self, needed: int, beside: list[Loaded] | None = None) -> bool:
         """Whether one more that takes ``needed`` bytes has room beside these; None: beside all there are."""
         beside = self.alive if beside is None else beside
-        return (self._memory is None or needed + sum(loaded.needed for loaded in beside) <= self._memory) and (self._count is None or len(beside) < self._count)
+        if self._count is not None and len(beside) >= self._count:
+            return False
+        return self._memory is None or needed + sum(loaded.needed for loaded in beside) <= self._memory
 
     def ever_fits(self, needed: int) -> bool:
         """Whether it has room when all are gone that may go."""
