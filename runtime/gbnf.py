@@ -1,7 +1,7 @@
 """llama.cpp's grammar format, GBNF, in the Lark dialect of llguidance.
 
-llguidance reads a text as lexemes, each as long as it can be, and GBNF knows no lexemes: in ``[a-z]* "z"`` the z may be the last of many. So what needs
-no recursion becomes one lexeme, as far as it goes: every rule that never comes back to itself, and inside the others every run of such parts.
+llguidance reads a text as lexemes, each as long as it can be, and GBNF knows no lexemes: in ``[a-z]* "z"`` the z may be the last of many. So what
+needs no recursion becomes one lexeme, as far as it goes: every rule that never comes back to itself, and inside the others every run of such parts.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ _REFERENCE = re.compile(r'"\$ref": "#/((?:\$defs|definitions)/[^/"]+)')
 
 
 def schema_text(schema: Any) -> str:
-    """The schema as JSON; its properties keep their order, in which the answer will have them. Raises `BadRequest` for what is not JSON or too large."""
+    """The schema as JSON; its properties keep their order, which is that of the answer. Raises `BadRequest` for what is not JSON or too large."""
     for path, value in _inside(schema):                  # before anything recursive sees it
         if path.count("/") > MAX_DEPTH:
             raise BadRequest(f"The JSON schema is more than {MAX_DEPTH} levels deep{place(path[:200])}.")
         optional = _optional(value)
         if optional > MAX_OPTIONAL:
-            raise BadRequest(f"The JSON schema cannot be used{place(path)}: at most {MAX_OPTIONAL} properties of an object may be optional, not {optional}.")
+            raise BadRequest(f"The JSON schema cannot be used{place(path)}: at most {MAX_OPTIONAL} properties may be optional, not {optional}.")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ LOWEST = -9999.0                         # stands for the logarithm of nothing: 
 
 
 def token_logprob(row: np.ndarray, token: int, alternatives: int) -> TokenLogprob:
-    """The entry of ``token`` by the raw logits ``row``, with so many of the likeliest tokens. Raises `BackendFailed` for logits that are not numbers."""
+    """The entry of ``token`` by the raw logits ``row``, with so many of the likeliest tokens. Raises `BackendFailed` for logits that are no numbers."""
     top = largest(row)
     norm = top + math.log(mass_of(row, top))
     best: tuple[tuple[int, float], ...] = ()

@@ -232,7 +232,8 @@ class TextDelta:
     """Text that is final: whole characters, no part of a stop string.
 
     ``logprobs``: where they were asked for, the tokens that this text completes, one entry each. Joined over an answer they are its tokens in order;
-    a token that adds no text yet (half a character, held back as the start of a stop string) comes with the piece that does.
+    a token that adds no text yet (half a character, held back as the start of a stop string) comes with the piece that does, or with a last one, whose
+    text may be empty. The end-of-turn token has no entry, nor has what lies wholly in the stop string that ended the answer.
     """
 
     text: str
