@@ -23,6 +23,7 @@ from edgeinfer.runtime.values import SamplingParams
 
 _GROUP = 64                               # logits to a group; 16 to 256 are equally fast
 _LARGEST_LOGIT = 1e30                     # where edited logits are capped: far above any real one, far below float32's overflow
+_FEW = 1024                               # up to so many tokens that a mask leaves are looked at alone instead of masking all others
 _SHORT_LIST = 128                         # a top-k up to this is sorted and summed in plain Python
 _LOWEST_TEMPERATURE = 1e-30               # below it nothing changes: any difference in logits is already infinite
 
@@ -240,9 +241,18 @@ class Sampler:
 
         allowed: bits of the tokens that may be chosen, as `ConstraintState.allowed` gives them; all others are masked before anything else.
         """
-        if allowed is not None:
-            row = masked(row, allowed)
-        row = self._edit(row)
+        if allowed is None:
+            return self._choose(self._edit(row))
+        bits = np.unpackbits(allowed, count=len(row), bitorder="little").view(bool)
+        if np.count_nonzero(bits) > _FEW:
+            return self._choose(self._edit(masked(row, allowed)))
+        largest(row)                                         # a fault of the model is one wherever it is
+        ids = np.flatnonzero(bits)
+        if not len(ids):
+            raise _unusable(np.full(1, -np.inf, np.float32))
+        return int(ids[self._choose(self._edit(row)[ids])])
+
+    def _choose(self, row: np.ndarray) -> int:
         if self.params.temperature == 0:
             return argmax(row)
         top = largest(row)

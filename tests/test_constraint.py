@@ -91,6 +91,18 @@ def test_no_sampling_parameter_brings_back_what_is_masked(seed: int, temperature
     assert {sampler.sample(row, bits(few)) for _ in range(5)} <= few
 
 
+@given(st.integers(0, 2**32), st.sampled_from([0, 0.7, 1.5]), st.integers(0, 60), st.floats(0.1, 1), st.floats(0, 0.5), st.floats(0.0001, 1))
+def test_looking_at_the_few_allowed_tokens_alone_changes_nothing(seed: int, temperature: float, k: int, p: float, min_p: float, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    row = rng.normal(0, 5, 5000).astype(np.float32)
+    wanted = rng.random(5000) < share
+    wanted[0] = True
+    params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=min_p, seed=seed, frequency_penalty=0.5, logit_bias={5: 3.0})
+    one, other = (Sampler(params, n_vocab=5000, prompt=[1, 2, 2]) for _ in range(2))
+    mask = np.packbits(wanted, bitorder="little")
+    assert [one.sample(row, mask) for _ in range(3)] == [other.sample(masked(row, mask)) for _ in range(3)]
+
+
 def test_a_mask_hides_no_fault_of_the_model() -> None:
     row = np.zeros(N_VOCAB, np.float32)
     row[3] = np.nan
