@@ -158,6 +158,7 @@ class EngineLoop:
                 self._closing = self._ended = True
                 self._wake.notify_all()
             self._tell(error)                            # now that nobody can add to the inbox any more
+            self._told.clear()                           # those who listen know the loop: nothing is left to wait for the garbage collector
 
     def _turn(self) -> bool:
         """Read the inbox, make one step. False when it was the last."""
